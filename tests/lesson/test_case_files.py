@@ -16,7 +16,7 @@ from helpers.faults import nothing_is_patched
 from tplab import lesson
 from tplab.align import floors
 from tplab.checkpoint import open_checkpoint
-from tplab.faults.cases import CASES, NOWHERE, code_at, imports_at, places
+from tplab.faults.cases import CASES, NOWHERE, code_at, places
 from tplab.lab.batch import FOLDER
 from tplab.lab.case_sections import _imported, sections, solution_code
 from tplab.lab.glossary import _LINK
@@ -24,7 +24,8 @@ from tplab.lesson import progress_file
 from tplab.lesson.attempt import NotYet
 from tplab.lesson.cases.answering import _chosen, kinds, place_called
 from tplab.lesson.cases.proof import Solved
-from tplab.lesson.cases.sealed import CaseError, one_thread_if_small
+from tplab.lesson.cases.repairing import one_thread_if_small
+from tplab.lesson.cases.sealed import CaseError
 from tplab.patch import applied, original
 from tplab.shard import linear
 
@@ -245,14 +246,14 @@ def test_a_copy_of_the_code_at_a_place_runs_below_its_imports(file):
     with applied(*file.patches):
         for place in [bug.place for bug in file.bugs] + [*file.elsewhere]:
             space: dict = {}
-            exec("\n".join([*imports_at(place), code_at(place)]), space)
+            exec(code_at(place), space)
             (own,) = [one for one in map(inspect.unwrap, space.values())
                       if inspect.isfunction(one) and one.__globals__ is space]
             assert not {*globals_of(own.__code__)} - space.keys() - vars(builtins).keys()
 
 
 def test_the_code_at_a_place_is_what_stands_there_now():
-    assert "masked_fill" in code_at("mask_scores") and code_at("DecoderLayer.forward").startswith("def forward")
+    assert "masked_fill" in code_at("mask_scores") and "\n\ndef forward" in code_at("DecoderLayer.forward")
 
 
 def test_the_notebook_has_every_case_as_its_file_says():

@@ -13,7 +13,8 @@ from tplab.checkpoint import open_checkpoint
 from tplab.errors import TplabError
 from tplab.faults.cases import CASES, Trial
 from tplab.lesson.cases import sealed
-from tplab.lesson.cases.sealed import CaseError, OpenCase, unseen
+from tplab.lesson.cases.repairing import unseen
+from tplab.lesson.cases.sealed import CaseError, OpenCase
 
 IDS = list(range(5, 45))
 FABLE = open_checkpoint("fable")
@@ -203,13 +204,13 @@ def test_unseen_tokens_are_others_with_every_seed_and_go_on():
 
 def test_an_answer_that_is_right_is_kept_for_the_repair_and_no_other(monkeypatch):
     case, given = opened(), []
-    monkeypatch.setattr("tplab.lesson.cases.repairing.close", lambda *args: given.append(args[2:]) or True)
-    monkeypatch.setattr(sealed, "judge_answer", lambda file, where, what, why, known: SimpleNamespace(
-        passed=why == "w"))
-    assert not case.answer("place", "kind", "x").passed and case.close(repair="r")
-    assert case.answer("place", "kind", "w").passed and not case.answer("other", "kind", "x").passed
-    case.close(repair="r")
+    monkeypatch.setattr(sealed, "judge_answer", lambda file, *said: (
+        given.append(said[:3]) or said[0] == "place", "" if said[2] == "w" else "no"))
+    monkeypatch.setattr(sealed, "judge_repair", lambda case, *repair: "")
+    assert not case.answer("other", "kind", "x").passed and not case.found and not case.close()
+    assert case.answer("place", "kind", "w").passed and not case.answer("other", "kind", "x").passed and case.found
+    assert case.close()
     for one in ({"where": "p"}, {"what": "k"}, {"why": "y"}):
         case.close(**one)
-    assert given == [("", "", "", "r"), ("place", "kind", "w", "r"), ("p", "", "", None), ("", "k", "", None),
-                     ("", "", "y", None)]
+    assert given[1::3] == [("", "", ""), ("place", "kind", "w"), ("", "", "y")]
+    assert given[5:7] == [("p", "", ""), ("", "k", "")]

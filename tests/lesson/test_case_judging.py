@@ -84,28 +84,28 @@ def test_a_place_that_is_not_there_is_said_with_its_neighbours():
     (["RowParallelLinear.reduce", "mask_scores"], ["a sum", "a mask"], "it is slow", "why is not: it is quick")])
 def test_where_then_what_then_why(where, what, why, says, monkeypatch, capsys):
     monkeypatch.setattr(answering, "kinds", lambda: ["a mask", "a sum", "a third"])
-    judged = judge_answer(FILE, where, what, why, KNOWN)
-    assert judged.passed == (not says) and says in judged.sentence and judged.exercise == "case_01"
+    found, wrong = judge_answer(FILE, where, what, why, KNOWN)
+    assert bool(wrong) == bool(says) and says in wrong
+    assert found == (not says or "where is right" in wrong or "where and what are right" in wrong)
     said = capsys.readouterr().out
     assert said == "RIGHT  case 1: where, what and why.\n" if not says else said.startswith("NOT YET  case 1: ")
-    assert judged._ipython_display_() is None and capsys.readouterr().out == ""
 
 
 def test_an_innocent_engine_is_blamed_nowhere(monkeypatch):
     innocent = replace(FILE, bugs=(), what="the input")
     monkeypatch.setattr(answering, "kinds", lambda: ["the input", "another"])
-    assert judge_answer(innocent, NOWHERE, "a", "right", KNOWN).passed
-    said = judge_answer(innocent, [NOWHERE, "attend"], "a", "right", KNOWN).sentence
-    assert said == "not attend: it attends to what it gets", "nowhere is no function that is right"
+    assert judge_answer(innocent, NOWHERE, "a", "right", KNOWN) == (True, "")
+    said = judge_answer(innocent, [NOWHERE, "attend"], "a", "right", KNOWN)
+    assert said == (False, "not attend: it attends to what it gets"), "nowhere is no function that is right"
 
 
 # ---- repairs ---------------------------------------------------------------------------------------------------------
 
 
-def case(heads=9, size=2, run=None):
+def case(heads=9, size=2, run=None, file=FILE):
     config = SimpleNamespace(num_heads=heads, num_layers=3, hidden_size=8, intermediate_size=8)
     return SimpleNamespace(checkpoint=SimpleNamespace(config=config), tensor_parallel_size=size, trial="reported",
-                           _run=run, _file=FILE)
+                           _run=run, _file=file, _places=KNOWN)
 
 
 def report(logs=(), **more):
@@ -130,7 +130,7 @@ def runs(monkeypatch):
 
 @pytest.mark.parametrize("heads, size, sizes", [(9, 2, [2, 4, 3, 1]), (3, 3, [3, 2, 1]), (2, 1, [1, 2])])
 def test_a_repair_runs_as_reported_then_on_fresh_tokens_with_every_number_of_ranks(heads, size, sizes, runs):
-    said = repairing._examine(case(heads, size), FILE, ("attempt",), 100)
+    said = repairing._examine(case(heads, size), ("attempt",), 100)
     mended = (*FILE.patches, "attempt")
     first = [("reported", mended, size, False), *((f"trial {at} 100", mended, size, False) for at in range(3))]
     assert runs.asked == first + [(f"trial 0 {100 + at}", mended, more, True) for at, more in enumerate(sizes[1:], 1)]
@@ -144,12 +144,12 @@ def test_a_repair_runs_as_reported_then_on_fresh_tokens_with_every_number_of_ran
     (6, "with fresh tokens, on 1 rank, trial 0 8 is not. q is off. In production: It costs.")])
 def test_what_is_still_wrong_is_said_with_the_run_in_which_it_is(number, says, runs):
     runs.wrong[number] = "q is off."
-    assert refused(repairing._examine, case(), FILE, (), 5).endswith(says) and len(runs.asked) == number + 1
+    assert refused(repairing._examine, case(), (), 5).endswith(says) and len(runs.asked) == number + 1
 
 
 def test_a_repair_may_not_cost_a_collective_more(runs):
     runs.reports = {0: report([7, 7]), 3: report([7, 9])}
-    assert refused(repairing._examine, case(), FILE, (), 5).startswith(
+    assert refused(repairing._examine, case(), (), 5).startswith(
         "the numbers are right, and a forward pass has 2 collectives more than it needs")
 
 
@@ -228,21 +228,21 @@ def test_what_examines_a_function_says_what_is_wrong(monkeypatch, capsys):
         seen.append(given)
         return function(3)
 
-    seen, file, made = [], replace(FILE, examine=examine), case()
+    seen, made = [], case(file=replace(FILE, examine=examine))
     monkeypatch.setattr(repairing, "one_thread_if_small", lambda config: nullcontext(seen.append(config)))
-    assert repairing.judge_repair(made, file, lambda n: f"{n} is right", "", KNOWN, 0) == ""
+    assert repairing.judge_repair(made, lambda n: f"{n} is right", seed=0) == ""
     assert seen[:2] == [made.checkpoint.config, (made.checkpoint, 2, 0)]
     assert capsys.readouterr().out == "PASS  case 1: 3 is right\n"
-    repairing.judge_repair(made, file, lambda n: "well " * 30, "", KNOWN, 0)
+    repairing.judge_repair(made, lambda n: "well " * 30, seed=0)
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 2 and max(map(len, said)) <= 110 and said[1].startswith("      well")
 
     def wrong(n):
         raise ValueError(f"{n} is wrong")
 
-    assert repairing.judge_repair(made, file, wrong, "", KNOWN) == "3 is wrong"
+    assert repairing.judge_repair(made, wrong) == "3 is wrong"
     assert capsys.readouterr().out == "NOT YET  case 1: 3 is wrong\n" and 0 <= seen[-1][2] < 2**31
-    assert repairing.judge_repair(made, file, lambda n: n / 0, "", KNOWN).startswith("ZeroDivisionError: division by")
+    assert repairing.judge_repair(made, lambda n: n / 0).startswith("ZeroDivisionError: division by")
 
 
 @pytest.mark.parametrize("right, wrong, repair, solved, noted", [
@@ -250,10 +250,10 @@ def test_what_examines_a_function_says_what_is_wrong(monkeypatch, capsys):
     (True, "", None, True, None), (True, "no", {}, False, None)])
 def test_a_case_is_solved_by_an_answer_and_a_repair(right, wrong, repair, solved, noted, monkeypatch):
     notes, mended = [], []
-    monkeypatch.setattr(repairing.progress_file, "note", lambda *given, passed: notes.append((*given, passed)))
+    monkeypatch.setattr(sealed.progress_file, "note", lambda *given, passed: notes.append((*given, passed)))
     opened = SimpleNamespace(answer=lambda *said: SimpleNamespace(passed=right and said == ("w", "k", "y")),
-                             mend=lambda *given: mended.append(given) or wrong)
-    assert repairing.close(opened, FILE, "w", "k", "y", repair) == solved
+                             mend=lambda *given: mended.append(given) or wrong, _file=FILE)
+    assert sealed.OpenCase.close(opened, "w", "k", "y", repair) == solved
     assert notes == ([] if noted is None else [("case_01", len, noted)])
     assert mended == ([(repair, "w")] if right else [])
 
@@ -313,7 +313,7 @@ def test_a_case_is_solved_bug_by_bug_and_an_innocent_engine_at_once(monkeypatch)
     looks = {0: ("layers.0.mlp", {"no_mask", "x"}), 1: ("layers.1.q", {"missing"})}
     opened = sealed.OpenCase(replace(FILE, false_repairs=("h1", "h2")), "fable", [5, 6, 7])
     monkeypatch.setattr(proof.Solved, "_look", lambda self, mended: (looked.append(mended), looks[len(looked) - 1])[1])
-    monkeypatch.setattr(proof, "judge_repair", lambda case, file, one, where, known, seed: repairs.append((
+    monkeypatch.setattr(proof, "judge_repair", lambda case, one, seed: repairs.append((
         one, seed)) or ("" if isinstance(one, dict) else "no"))
     monkeypatch.setattr(opened, "answer", lambda *said: asked.append(said) or SimpleNamespace(sentence=""))
     looked, repairs, asked = [], [], []

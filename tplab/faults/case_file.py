@@ -138,18 +138,15 @@ def patches_at(place: str, function: Callable) -> tuple[Patch, ...]:
 
 
 def code_at(place: str) -> str:
-    """The source of the code that is at a place now."""
-    return inspect.cleandoc("\n" + inspect.getsource(resolve_name(places()[place][0])))
-
-
-def imports_at(place: str) -> list[str]:
-    """The lines that import what :func:`code_at` names, for a copy of it in a cell."""
-    names, lines = {node.id for node in ast.walk(ast.parse(code_at(place))) if isinstance(node, ast.Name)}, []
-    for name, one in inspect.unwrap(resolve_name(places()[place][0])).__globals__.items():
+    """The source of the code that is at a place now, below the lines that import what it names, for a cell."""
+    function, lines = resolve_name(places()[place][0]), []
+    code = inspect.cleandoc("\n" + inspect.getsource(function))
+    names = {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
+    for name, one in inspect.unwrap(function).__globals__.items():
         if name in names and inspect.ismodule(one):
             lines.append(f"import {one.__name__}" + f" as {name}" * (one.__name__ != name))
         elif name in names and hasattr(one, "__name__"):
             lines.append(f"from {one.__module__} import {one.__name__}")
         elif name in names and isinstance(one, int | float | str):
             lines.append(f"{name} = {one!r}")
-    return sorted(lines)
+    return "\n".join([*sorted(lines), "", code])

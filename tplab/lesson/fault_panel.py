@@ -24,7 +24,7 @@ class Panel:
     """
 
     def __init__(self, faults: Sequence, *, model="fable", ticked: Sequence[str] = (), tensor_parallel_size: int = 2,
-                 tensor_parallel_sizes: Sequence[int] = (1, 2, 3, 4), prompt: str = "", dtype: str = "float32"):
+                 prompt: str = "", dtype: str = "float32"):
         import ipywidgets as widgets
 
         self._faults = [fault(one) if isinstance(one, str) else one for one in faults]
@@ -36,7 +36,7 @@ class Panel:
                                         indent=False, layout=widgets.Layout(width="auto")) for fault in self._faults]
         lines = [line for box, fault in zip(self._boxes, self._faults) for line in (box, widgets.HTML(
             f'<div style="line-height: 1.3; padding: 0 0 6px 20px">{escape(fault.title)}</div>'))]
-        self._tp = widgets.ToggleButtons(options=sorted({*tensor_parallel_sizes, tensor_parallel_size}),
+        self._tp = widgets.ToggleButtons(options=sorted({1, 2, 3, 4, tensor_parallel_size}),
                                          value=tensor_parallel_size, style={"button_width": "3em"})
         self._prompt = widgets.Textarea(value=prompt or default_prompt(model),
                                         layout=widgets.Layout(width="auto", height="7em"))
@@ -86,9 +86,8 @@ class Panel:
         self._image.value = image_html(self.figure.png(), self.figure.alt_text)
         idle = [f"{one.title}: {why}" for one, why in whys if why]
         if self.ticked and self.report.ok and not idle:
-            idle = ["The prompt is one token: it has no future to hide, no token before it, and stands at position 0, "
-                    "where nothing is turned. Two tokens show more." if sum(map(len, self.report.ids)) == 1 else
-                    "With this prompt nothing is computed otherwise."]
+            idle = ["With this prompt nothing is computed otherwise (of one token nothing is hidden, and at position 0 "
+                    "nothing is turned)."]
         said = [one.sentence for one in self.report.diagnoses]
         self._verdict.value = "<br>".join([f"<b>{escape(describe_report(self.report))}</b>",
                                            *map(escape, [*(said or [diagnose(self.report).sentence]), *idle,

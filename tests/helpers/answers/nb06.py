@@ -122,14 +122,14 @@ ANSWERS = {
               def my_best_offer(offer_here):
                   offers = all_gather(offer_here, dim=-1).unflatten(-1, (-1, 2))
                   return offers[:, 0, 1].long()
-              """, "0's token comes back for every sequence: which number says which rank is best?"),
+              """, "0's token comes back for every sequence: which rank is best for each of them?"),
         Wrong("def my_best_offer(offer_here): return offer_here[:, 1].long()",
               "they would go on with different texts"),
         Wrong("""
               def my_best_offer(offer_here):
                   offers = all_gather(offer_here, dim=-1).unflatten(-1, (-1, 2))
                   return offers[:, offers[0, :, 0].argmax(), 1].long()
-              """, "0, decides for all of them. Has each sequence a winner of its own?"),
+              """, "Rank 1's token comes back for every sequence: which rank is best for each of them?"),
         Wrong("""
               def my_best_offer(offer_here):
                   offers = all_gather(offer_here, dim=-1).unflatten(-1, (-1, 2))
@@ -145,7 +145,7 @@ ANSWERS = {
                   offers = all_gather(offer_here, dim=-1).unflatten(-1, (-1, 2))
                   a, b = offers[:, 0], offers[:, 1]
                   return a[:, 1].where(a[:, 0] >= b[:, 0], b[:, 1]).long()
-              """, "Yours is the offer of rank 0"),
+              """, "Yours is rank 0's"),
         Wrong("""
               def my_best_offer(offer_here):
                   offers = all_gather(offer_here, dim=-1).unflatten(-1, (-1, 2)).flip(1)
@@ -181,7 +181,7 @@ ANSWERS = {
                           if score > top:
                               top, best[row] = score, token
                   return best
-              """, "; the ranks offered tokens [10, 50, 90] with scores [-8.0, -2.0, -7.0]"),
+              """, "It is no rank's; the ranks offered tokens [10, 50, 90] with scores [-8.0, -2.0, -7.0]"),
         Wrong("""
               def my_best_offer(offer_here):
                   offers = all_gather(offer_here, dim=-1).unflatten(-1, (-1, 2))
@@ -205,7 +205,7 @@ ANSWERS = {
               """, "1,308 were computed for them in 24 calls; 66 in 24 are enough"),
         Wrong("def my_generate(step, ids, count): return [step(ids, [0])]", "step was given 43 tokens and 1 positions"),
         Wrong("def my_generate(step, ids, count): return [step(ids, [0] * len(ids))]",
-              "call 1 has positions [0, 0, 0, 0, 0, 0], and 0 tokens are in the cache; which come next?"),
+              "call 1 computes positions [0, 0, 0, 0, 0, 0], and nothing is in the cache: which come next?"),
         Wrong("""
               def my_generate(step, ids, count):
                   new = [step(ids, range(len(ids)))]
@@ -219,7 +219,7 @@ ANSWERS = {
                   while len(new) < count:
                       new.append(step(new[-1:], [len(ids) + len(new)]))
                   return new
-              """, "computes position 44, and 43 tokens are in the cache, at 0 to 42"),
+              """, "computes positions [44], and 43 tokens are in the cache, at 0 to 42"),
         Wrong("""
               def my_generate(step, ids, count):
                   new, token = [], step(ids, range(len(ids)))
@@ -264,7 +264,7 @@ ANSWERS = {
               def my_generate(step, ids, count):
                   new = [step(ids, range(1, len(ids) + 1))]
                   return new
-              """, "call 1 begins at position 1; where does the prompt begin?"),
+              """, "call 1 computes positions [1, 2, 3, 4, 5, 6], and nothing is in the cache: which come"),
         Wrong("""
               def my_generate(step, ids, count):
                   return [step(ids, range(len(ids)))]
@@ -275,7 +275,7 @@ ANSWERS = {
                   while len(new) < count:
                       step(new[-1:], [len(ids)])
                   return new
-              """, "step has been called 300 times by now: what ends the loop?"),
+              """, "300 calls, and it goes on: what ends the loop?"),
         Wrong("""
               def my_generate(step, ids, count):
                   return step(ids, range(len(ids)))

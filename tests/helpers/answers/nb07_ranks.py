@@ -37,7 +37,7 @@ ANSWERS = {
               def my_send_shards(source, ranges):
                   whole = source[:] if rank() == 0 else torch.empty(source.shape, dtype=source.dtype)
                   return broadcast(whole)
-              """, "all of it: a rank that cannot hold the whole tensor has no room for it"),
+              """, "rows 0–10 come back where rows 0–1 are its own\n         all of it"),
         Wrong("""
               def my_send_shards(source, ranges):
                   here = ranges[rank()]
@@ -63,12 +63,12 @@ ANSWERS = {
                       for rows in ranges:
                           broadcast(source[rows.start:rows.stop])
                   return torch.empty(len(ranges[rank()]), *source.shape[1:], dtype=source.dtype)
-              """, "The ranges are [range(0, 2), range(2, 11)]: every rank takes part"),
+              """, "Every rank takes part in every broadcast"),
         Wrong(send(", dtype=source.dtype", ""), "rank 1 calls broadcast [2, 4] float32 src 0"),
         Wrong(send("    return mine\n", ""),
               "returns nothing (is a return missing?); a tensor [2, 4] must come back"),
         Wrong(send("return mine", "return mine.double()"),
-              "ranks, rank 0: a tensor of torch.float64 comes back; torch.bfloat16 must"),
+              "rank 0: a tensor of torch.float64 comes back; torch.bfloat16 must"),
         Wrong("""
               def my_send_shards(source, ranges):
                   for row in range(source.shape[0]):
@@ -79,7 +79,7 @@ ANSWERS = {
                       if row in ranges[rank()]:
                           kept = part if row == ranges[rank()].start else torch.cat([kept, part])
                   return kept
-              """, "On 2 ranks it is right"),
+              """, "ranges [range(0, 4), range(4, 4), range(4, 9)]: on rank 1: UnboundLocalError"),
         Wrong(send("source[rows.start:rows.stop]", "source[:][rows.start:rows.stop].clone()"),
               "read for 88 that are kept, 2.0 times as many: no row is needed twice"),
         Wrong("""
@@ -105,7 +105,7 @@ ANSWERS = {
                       if owner == rank():
                           mine = part
                   return mine
-              """, "15 rows over 5 ranks: the messages are right, but rank 0 has 60 of the tensor's 60 bytes"),
+              """, "range(12, 15)]: the messages are right, but rank 0 has 60 of the tensor's 60 bytes"),
     ],
     "my_spread": [
         Wrong("def my_spread(x): return 0.0", "says 0 without a word to the others; how could it know?"),

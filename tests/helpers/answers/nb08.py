@@ -91,7 +91,7 @@ ANSWERS = {
               def my_agree(work):
                   work()
                   return []
-              """, "shard 2 cannot be read\n         at your line 2: work()\n         It leaves"),
+              """, "shard 2 cannot be read\n         at your line 2: work()\n         Uncaught"),
         Wrong("""
               def my_agree(work):
                   failed = torch.zeros(world_size())
@@ -109,7 +109,7 @@ ANSWERS = {
                   except Exception:
                       return [rank()]
                   return []
-              """, "where it must say [2, 4], without a word to the others; how could it know?"),
+              """, "where it must say [2, 4], after no collective: what tells it about all others?"),
         Wrong("""
               def my_agree(work):
                   failed = torch.zeros(world_size())
@@ -119,7 +119,7 @@ ANSWERS = {
                       failed[rank()] = 1
                   broadcast(failed)
                   return failed.nonzero().flatten().tolist()
-              """, "it must say [2, 4]: what rank 0 sends is all that it can know by itself"),
+              """, "it must say [2, 4], after broadcast: what tells it about all others?"),
         Wrong("""
               def my_agree(work):
                   failed = torch.zeros(1)
@@ -139,7 +139,7 @@ ANSWERS = {
                       failed[rank()] = 1
                   all_reduce(failed)
                   return failed.sum().item()
-              """, "a list of whole numbers must come back, the failed ranks, on every rank"),
+              """, "a list of whole numbers must come back, the failed ranks, which are [2, 4]"),
         Wrong("""
               def my_agree(work):
                   try:
@@ -150,7 +150,7 @@ ANSWERS = {
                       return [rank()]
                   barrier()
                   return []
-              """, " [2, 4]: a barrier lets ranks wait for each other, and carries no numbers"),
+              """, " [2, 4], after barrier: what tells it about all others?"),
         Wrong("""
               def my_agree(work):
                   failed = torch.zeros(world_size())

@@ -113,7 +113,7 @@ ANSWERS = {
               .replace("torch.tensor([[len(input_ids) + step]])", "torch.arange(len(input_ids) + step + 1)[None]"),
               "the engine keeps keys and values. Which token is new in a step?"),
         Wrong(but(GENERATE, "torch.tensor([[len(input_ids) + step]])", "None"),
-              "and 5 tokens are in the cache, at 0 to 4: where does the next one stand?"),
+              "and 5 tokens are in the cache, at 0 to 4: which come next?"),
         Wrong(but(GENERATE, "logits, held = self(tokens, positions, held)",
                   "logits, out = self(tokens, positions, held)\n        held = held or out"),
               "tokens, and by then it holds 6: what the call before returned must be kept"),

@@ -111,7 +111,7 @@ ANSWERS = {
         Wrong(share(cut="[(range(n), range(part.start, part.stop - 1)) for part in parts]"),
               "columns 2, 5 on no rank: where does each rank's part begin, and where does"),
         Wrong(share(whole="[(range(part.start + 1, part.stop + 1), range(m)) for part in parts]"),
-              "rank 1 holds expert 8, and they are 0 to 7"),
+              "rank 1 holds experts 5–8, and they are 0 to 7"),
         Wrong(share(whole="[(part, range(m - 1)) for part in parts]"), "holds an expert whole holds all its columns"),
         Wrong("""
               def my_expert_share(n, m, size, ep):

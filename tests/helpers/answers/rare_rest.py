@@ -198,7 +198,7 @@ ANSWERS = {
     "my_agree": [
         Wrong(_AGREE.format(flags=2, failed="failed"), "IndexError"),
         Wrong(_AGREE.format(flags="world_size()", failed="failed[:1] if len(failed) > 1 and rank() == 2 else failed"),
-              "others say something else: they would go different ways"),
+              "rank 2 says [2] where it must say [2, 4]"),
         Wrong(_AGREE.format(flags="world_size()", failed="failed[::-1]"),
               "rank 0 says [4, 2] where it must say [2, 4]"),
         Right(_AGREE.format(flags="world_size()", failed="tuple(failed)"))],

@@ -235,7 +235,7 @@ def generate(self, input_ids, max_new_tokens):
                                                         " # ")
               .replace("start = len(self.k)", "self.k, self.v = KV[rank()]; start = len(self.k)")
               .replace("        out = ", "        KV[rank()] = self.k, self.v\n        out = "),
-              "a second layer with the same weights returns other numbers for 5 tokens than the first"),
+              "makes something else of the same tokens: what do the two share?"),
         Right(layer("x.pow(2).mean(-1, keepdim=True)", "(x * x).sum(-1, keepdim=True) / x.shape[-1]")),
     ],
     "my_spread": [

@@ -60,12 +60,12 @@ ANSWERS = {
     "my_head_logits": [
         Wrong(but(_SOLVED["my_head_logits"], "hidden @ weight_here.T", "(hidden @ weight_here.T).softmax(-1)"),
               "Right in yours: the logits of this rank's words")],
-    "my_best_offer": [Wrong(_OFFERS, "the scores are [-8.0, -2.0, -7.0]")],
+    "my_best_offer": [Wrong(_OFFERS, "with scores [-8.0, -2.0, -7.0]")],
     "my_embedding": [
         Wrong(but(_SOLVED["my_embedding"], "return all_reduce(found.masked_fill(~here[:, None], 0))",
-                  "return all_reduce(all_reduce(found.masked_fill(~here[:, None], 0)))"), "Every number is 2 times w")],
+                  "return all_reduce(all_reduce(found.masked_fill(~here[:, None], 0)))"), "not its row, after 2 coll")],
     "MyLayer": [
-        Wrong(layer("self.norm(hidden, self.norm2)", "self.norm(x, self.norm2)"), "None of your lines makes the mean"),
+        Wrong(layer("self.norm(hidden, self.norm2)", "self.norm(x, self.norm2)"), "norm of the first norm's result"),
         Wrong(layer('return point("output"', 'point("output"'), "comes as nothing (is a return missing?)"),
         Right(layer("x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * weight",
                     "F.rms_norm(x, (x.shape[-1],), weight, self.eps)")),
@@ -77,15 +77,15 @@ ANSWERS = {
     "my_agree": [
         Wrong(but(_AGREE, "return failed.", "return (failed == 0)."), "on those it worked")],
     "share": [
-        Wrong(_SHARE + "r * t // n, (r + 1) * t // n", "the second is how many, not where it ends"),
-        Wrong(_SHARE + "(r + 1) * t // n - r * t // n, r * t // n", "how many stands where the first is asked for")],
+        Wrong(_SHARE + "r * t // n, (r + 1) * t // n", "rank 1 holds head 11, and they are 0 to 7"),
+        Wrong(_SHARE + "(r + 1) * t // n - r * t // n, r * t // n", "heads 0–3 on no rank")],
     "generate": [
         Wrong(but(GENERATE, "        tokens =", "        input_ids.append(new[-1])\n        tokens ="),
               "it changes its argument input_ids")],
     "my_step_seconds": [
         Wrong("def my_step_seconds(rank_bytes, bandwidth, num_layers, latency):\n    meetings = 2 * num_layers + 2\n"
               "    return rank_bytes[0] / bandwidth + meetings * latency * (len(rank_bytes) > 1)",
-              "a sum waits for the slowest rank, and that is rank 0's time")],
+              "it says 1.5 where 3.5 are right: a sum waits for the slowest rank")],
     "my_key": [
         Wrong("def my_key(parent, ids): return hash((parent, tuple(i % 1000 for i in ids)))", "token ids 1000 apart")],
     "my_overlapped_row_parallel": [

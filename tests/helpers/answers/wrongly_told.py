@@ -64,7 +64,7 @@ ANSWERS = {
     "my_embedding": [_changed("my_embedding", "all_reduce(found", "all_reduce(-found", "It is right but for its sign")],
     "MyLayer": [
         Wrong(but(_LAYER, "torch.cat([self.k, k]), torch", "torch.cat([self.k, heads[:, len(self.here.q_heads):][:, "
-                  ":len(self.here.kv_heads)]]), torch"), "not found: k of all tokens so far"),
+                  ":len(self.here.kv_heads)]]), torch"), "are there, but not rotated: which keys does the cache keep?"),
         Wrong(but(_LAYER, 'q, k = point("q_rope"', 'return hidden\n        q, k = point("q_rope"'),
               "right up to 'v', your line 39; what it returns: hidden comes back as it went in"),
         Wrong(but(but(_LAYER, 'q, k = point("q_rope"', 'return hidden\n        q, k = point("q_rope"'),

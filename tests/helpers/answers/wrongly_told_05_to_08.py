@@ -27,7 +27,7 @@ ANSWERS = {
                  "The words are [1, 0, 1]; rank 1 holds words 2 to 10")],
     "my_head_logits": [
         _changed("my_head_logits", "hidden @ weight_here.T", "hidden.float() @ weight_here.float().T",
-                 "torch.float64 must come back On 2 ranks it is right")],
+                 "torch.float64 must come back On 2 ranks, with three tokens in float32, it is right")],
     "my_row_shard": [
         _changed("my_row_shard", "columns.start:columns.stop", ":len(columns)", "these are the first columns; where")],
     "MyRows": [
@@ -35,14 +35,14 @@ ANSWERS = {
               "        self.source, self.own, self.shape = source, range(start, start + shape[0]), shape\n"
               "    def __getitem__(self, rows):\n        rows = self.own[rows]\n"
               "        return self.setdefault('rows', self.source[rows.start:rows.stop])",
-              "those of part[2:5], the call before: what is kept between two calls?")],
+              "Read first, it is right: what does a read change?")],
     "my_load": [
         Wrong(but(_LOAD, "slice(here.vocab.start, here.vocab.stop)", "slice(rank * ckpt.config.vocab_size // "
                   "len(plan.ranks), here.vocab.stop)"), "rows 21–42 come back where rows 22–42 are its tokens"),
         Wrong(but(_LOAD, "[rows[layer]]", "[rows[layer]].float()"), "torch.float32 comes back; torch.float64 must")],
     "my_send_shards": [
         _changed("my_send_shards", "    for owner", "    if not ranges[rank()]: return torch.empty(0)\n    for owner",
-                 "The ranges are [range(0, 4), range(4, 4), range(4, 9)]: every rank takes part"),
+                 "Every rank takes part in every broadcast"),
         Right("def my_send_shards(source, ranges):\n    mine = []\n    for row in range(source.shape[0]):\n"
               "        one = torch.empty(1, *source.shape[1:], dtype=source.dtype)\n"
               "        broadcast(one if rank() else one.copy_(source[row:row + 1]))\n"
@@ -56,7 +56,7 @@ ANSWERS = {
         Wrong(but(_MEAN, "    all_reduce(total)\n", "    for part in total.split(1)[::1 - rank() % 2 * 2]:\n"
                   "        all_reduce(part)\n"), "do all ranks make their sums in the same order?")],
     "my_agree": [
-        Wrong(but(_AGREE, "except Exception", "except (OSError, KeyError, ValueError)"), "It leaves, and the others"),
+        Wrong(but(_AGREE, "except Exception", "except (OSError, KeyError, ValueError)"), "or raised again, it leaves"),
         Wrong(but(but(_AGREE, "world_size()", "2"), "[rank()]", "[rank() % 2]"), "each of 5 ranks needs a place of"),
         Wrong(but(_AGREE, "= 1", "= rank()"), "rank 0 says [] where it must say [0]: what is in place 0 on each")],
     "my_rounds": [

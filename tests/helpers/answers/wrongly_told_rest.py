@@ -1,4 +1,5 @@
-"""Answers to notebooks 09 to 14 that their checks at first accepted or misled, and right ones that they refused."""
+"""Answers to notebooks 09 to 14 that their checks at first accepted or misled, and right ones that they refused;
+and what the second round from outside and a newcomer wrote for 06 to 08."""
 
 from helpers.answers import Right, Wrong
 from helpers.answers.nb09 import EXTEND, GENERATE, ROPE, SHARE, but
@@ -36,7 +37,14 @@ ANSWERS = {
         Wrong(but(SHARE, "return low, held", "return held, low"), "how many stands where the first KV head is asked")],
     "my_decode_bytes": [
         _changed("my_decode_bytes", "config.head_dim", "config.hidden_size // config.num_heads",
-                 "With twice the head_dim, 68,428,800 bytes are added, and yours adds nothing")],
+                 "With twice the head_dim, 68,428,800 bytes are added, and yours adds nothing"),
+        Wrong("""
+            def my_decode_bytes(config, shard, context, itemsize):
+                h, d = config.hidden_size, config.head_dim
+                q, kv = shard.q_heads.stop, shard.kv_heads.stop
+                layer = h * (2 * q + 2 * kv) * d + 3 * h * shard.mlp.stop + 2 * context * kv * d
+                return (config.num_layers * layer + h * shard.vocab.stop) * itemsize""",
+              "With ranges of the same lengths that begin at 0 it is right")],
     "my_step_seconds": [
         _changed("my_step_seconds", "max(rank_bytes) / bandwidth + collectives * latency",
                  "(max(rank_bytes) + collectives * latency) / bandwidth", "The latency adds 2.1e-09 seconds, as for")],
@@ -94,4 +102,52 @@ def my_expert_share(num_experts, intermediate_size, tensor_parallel_size, enable
         Wrong(but(but(_SOLVED["my_speculate"], "while len(text) < len(ids) + count:", "while True:"),
                   "        have = len(text) - 1\n", "        have = len(text) - 1\n        if len(text) >= len(ids) + "
                   "count:\n            break\n"), "took 1 call, where 0 are enough. No token is asked for")],
+    "my_generate": [
+        Wrong("""
+            def my_generate(step, ids, count):
+                new = [step(ids, list(range(len(ids))))]
+                while True:
+                    new.append(step([new[-1]], [len(ids) + len(new) - 1]))
+                    if len(new) == count:
+                        return new""", "prompt of 2, 1 new: 300 calls, and it goes on")],
+    "my_embedding": [
+        Wrong("""
+            def my_embedding(ids, weight_here, rows):
+                out = weight_here.new_zeros(len(ids), weight_here.shape[1])
+                for i, token in enumerate(ids.tolist()):
+                    if token in rows:
+                        out[i] = weight_here[token - rows.start]
+                    all_reduce(out)
+                return out""", "not its row, after 9 collectives: is what is a sum already added up again?")],
+    "MyLayer": [
+        _changed("MyLayer", "F.silu(x @ self.gate.T) * (x @ self.up.T)", "F.silu(x @ self.up.T) * (x @ self.gate.T)",
+                 "mlp_act is act(up) × gate: gate and up were taken for each other"),
+        _changed("MyLayer", "self.k[:, self.here.kv_for_q], self.v[:, self.here.kv_for_q]", "self.k, self.v",
+                 "here.q_heads range(0, 6), here.kv_heads range(0, 2), here.kv_for_q (0, 0, 0, 1, 1, 1)")],
+    "MyRows": [
+        Wrong("""
+            class MyRows:
+                def __init__(self, source, start, shape):
+                    self.source, self.start, self.shape = source, start, shape
+                def __getitem__(self, rows):
+                    first, last, _ = rows.indices(self.shape[0])
+                    self.start += first
+                    return self.source[self.start:self.start + last - first]""",
+              "Read first, it is right: what does a read change?")],
+    "my_agree": [
+        _changed("my_agree", "nonzero().flatten().tolist()", "nonzero().tolist()",
+                 "it returns a list of 1 among the failed ranks, which are [2, 4]; whole numbers must come back")],
+    "my_rounds": [
+        Wrong("""
+            def my_rounds(write, read, rounds):
+                seen = []
+                for number in range(rounds):
+                    if rank() == 0:
+                        write(number)
+                    while read() != number + rank():  # rank 1 waits for a number that is never written
+                        pass
+                    seen.append(number)
+                return seen""", "What ends it if the number that it waits for is not there yet, or not any more?")],
+    "my_moe": [
+        _changed("my_moe", "torch.zeros_like(x)", "torch.zeros(x.shape)", "in bfloat16 ")],
 }

@@ -46,8 +46,8 @@ def _fused_act(change: Callable) -> Callable:
 
 MLP = (
     Family("mlp_act", Mistake(
-        "gate_up_order", "{op} is act(up) × gate: the two halves of the fused projection were taken for each other. "
-        "Its order is [gate|up].", _fused_act(lambda gate, up: (up, gate)))),
+        "gate_up_order", "{op} is act(up) × gate: gate and up were taken for each other. In a fused projection their "
+        "order is [gate|up].", _fused_act(lambda gate, up: (up, gate)))),
     Family(("gate", "up"), Mistake(
         "gate_up_order", "{op} is what {text} should be: the two were taken for each other.",
         lambda at, other: at.make(other), lambda case: {other: other for other in ("gate", "up") if other != case.op}),

@@ -105,6 +105,8 @@ NORMS = (
         "embedding_scale", "{op} was made of embeddings that were multiplied with {text}; this model does not.",
         lambda at, times: {"x": times * at.given()}, _scales_of_the_stream, numbers="times")),
     Family(NORM_POINTS, Mistake(
+        "norm_epsilon", "{op} is right without an epsilon, or with one too small to be seen; the checkpoint says "
+        "{eps:g}.", {"eps": 0.0}, when=_rows_differ), Mistake(
         "norm_epsilon", "{op} is right for an epsilon of {value:.2g}; the checkpoint says {eps:g}.",
         lambda at, eps: {"eps": eps}, fit=_epsilons, numbers="epsilon", when=_rows_differ), Mistake(
         "norm_epsilon", "{op} is right for an epsilon of {value:.2g} outside of the square root; the checkpoint says "
@@ -136,6 +138,7 @@ NORMS = (
     Family(NORM_POINTS, _other_norm("wrong_layer", True), _other_norm("norm_weight_exchanged", False)),
     Family("post_norm", Mistake("norm_wrong_input", "{op} is the norm of {text}.", lambda at, name: {"x": at(name)}, {
         "before": "the layer's input: attention's output has not been added yet",
-        "o_proj": "attention's output alone, without the residual stream"})),
+        "o_proj": "attention's output alone, without the residual stream",
+        "input_norm": "the first norm's result; right is the residual stream"})),
 )
 

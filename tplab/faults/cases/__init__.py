@@ -9,9 +9,9 @@ import pkgutil
 from dataclasses import replace
 from importlib import import_module
 
-from tplab.faults.case_file import NOWHERE, Bug, CaseFile, Trial, code_at, imports_at, patches_at, places
+from tplab.faults.case_file import NOWHERE, Bug, CaseFile, Trial, code_at, patches_at, places
 
 CASES: dict[str, CaseFile] = {name: replace(import_module(f"{__name__}.{name}").CASE, name=name)
                               for name in sorted(one.name for one in pkgutil.iter_modules(__path__))}
 
-__all__ = ["CASES", "NOWHERE", "Bug", "CaseFile", "Trial", "code_at", "imports_at", "patches_at", "places"]
+__all__ = ["CASES", "NOWHERE", "Bug", "CaseFile", "Trial", "code_at", "patches_at", "places"]

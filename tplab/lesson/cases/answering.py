@@ -5,7 +5,6 @@ from difflib import get_close_matches
 from string import ascii_lowercase
 
 from tplab.faults.cases import CASES, NOWHERE, CaseFile, places
-from tplab.lesson.verdict import Verdict
 from tplab.lesson.words import NotYet
 from tplab.show.phrases import in_width
 
@@ -46,26 +45,19 @@ def listed(given) -> list:
     return [] if isinstance(given, str | None) and not given else [given]
 
 
-def judge_answer(file: CaseFile, where, what, why: str, known: Sequence[str]) -> Verdict:
-    """Judge and print."""
+def judge_answer(file: CaseFile, where, what, why: str, known: Sequence[str]) -> tuple[bool, str]:
+    """Judge and print: whether *where* is right, and what is wrong in the answer; the empty string if nothing is."""
+    found = False
     try:
         _where(file, [place_called(name, known) for name in listed(where)])
+        found = True
         _what(file, [_chosen("what", one, kinds()) for one in listed(what)])
         _why(file, why)
     except NotYet as wrong:
         print(in_width(f"NOT YET  case {file.number}: {wrong}", " " * 9))
-        return Verdict(file.name, str(wrong))
+        return found, str(wrong)
     print(f"RIGHT  case {file.number}: where, what and why.")
-    return Verdict(file.name, "")
-
-
-def is_found(file: CaseFile, where, known: Sequence[str]) -> bool:
-    """Whether *where* is right."""
-    try:
-        _where(file, [place_called(name, known) for name in listed(where)])
-    except NotYet:
-        return False
-    return True
+    return found, ""
 
 
 def _where(file: CaseFile, said: list[str]) -> None:

@@ -7,8 +7,8 @@ from tplab.align import AlignReport, diagnose
 from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.errors import TplabError
 from tplab.faults.cases import CASES, NOWHERE
-from tplab.lesson.cases.repairing import judge_repair
-from tplab.lesson.cases.sealed import OpenCase, one_thread_if_small
+from tplab.lesson.cases.repairing import judge_repair, one_thread_if_small
+from tplab.lesson.cases.sealed import OpenCase
 from tplab.patch import as_patches
 from tplab.show.phrases import ShowError
 from tplab.show.tables import Table, table
@@ -32,7 +32,7 @@ class Solved:
             self.answer = case.answer([bug.place for bug in self.file.bugs] or [NOWHERE], list(self.file.kinds),
                                       next(why for why, wrong in self.file.why.items() if not wrong)).sentence
             cures = {bug.place: bug.right for bug in self.file.bugs} or self.file.cure
-            self.repair, *self.hidden = (judge_repair(case, self.file, one, "", case._places, seed)
+            self.repair, *self.hidden = (judge_repair(case, one, seed=seed)
                                          for one in (cures, *self.file.false_repairs))
 
     def _look(self, mended) -> tuple[str, set[str]]:

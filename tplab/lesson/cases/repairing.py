@@ -1,29 +1,35 @@
 """A repair judged: the mended engine on the ranks, beside Hugging Face, with inputs not seen before."""
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
 
 from tplab.align import AlignReport, diagnose
+from tplab.checkpoint import Checkpoint
 from tplab.checks import counted
 from tplab.faults.cases import NOWHERE, CaseFile, Trial, patches_at
-from tplab.lesson import progress_file
+from tplab.lesson.attempt import as_it_was
 from tplab.lesson.cases.answering import listed, place_called
-from tplab.lesson.cases.sealed import OpenCase, one_thread_if_small, unseen
 from tplab.lesson.limit import limited
 from tplab.lesson.words import NotYet, in_words
 from tplab.patch import Patch, PatchError
 from tplab.show.phrases import in_width
 
+_SMALL = 1 << 20  # weights of a matrix; smollm2's largest have 885,000
 
-def judge_repair(case: OpenCase, file: CaseFile, repair, where, known: Sequence[str], seed: int | None = None) -> str:
-    """Judge and print; what is wrong, or the empty string. ``seed``: of the inputs; a fresh one if None."""
-    seed = secrets.randbits(31) if seed is None else seed
+
+def judge_repair(case, repair, where: str | Sequence[str] = "", seed: int | None = None) -> str:
+    """Judge the repair of an :class:`OpenCase <tplab.lesson.cases.sealed.OpenCase>` and print; what is wrong, or the
+    empty string. ``seed``: of the inputs; a fresh one if None."""
+    seed, file = secrets.randbits(31) if seed is None else seed, case._file
     try:
         with one_thread_if_small(case.checkpoint.config):
             if file.examine is not None:
-                remark = limited(_examined, file, _only(repair), case, seed)
+                remark = limited(_examined, case, _only(repair), seed)
             else:
-                remark = limited(_examine, case, file, _patches(repair, where, known), seed)
+                remark = limited(_examine, case, _patches(repair, where, case._places), seed)
     except NotYet as wrong:
         print(in_width(f"NOT YET  case {file.number}: {wrong}", " " * 9))
         return str(wrong)
@@ -31,20 +37,25 @@ def judge_repair(case: OpenCase, file: CaseFile, repair, where, known: Sequence[
     return ""
 
 
-def close(case: OpenCase, file: CaseFile, where, what, why, repair) -> bool:
-    """Judge both; what was solved is kept."""
-    answered = case.answer(where, what, why).passed
-    functions = list(repair.values()) if isinstance(repair, Mapping) else listed(repair)
-    wrong = case.mend(repair, where) if answered else ""
-    solved = answered and not wrong
-    if callable(next(iter(functions), None)):
-        progress_file.note(file.name, functions[0], passed=solved)
-    return solved
+@contextmanager
+def one_thread_if_small(config) -> Iterator[None]:
+    """Torch on one thread while Hugging Face and the diagnosis run over a small model: thousands of small products
+    gain nothing from a second one, and on a busy machine each waits until both have a core (22 s became 70)."""
+    with as_it_was():
+        if config.hidden_size * config.intermediate_size < _SMALL:
+            torch.set_num_threads(1)
+        yield
 
 
-def _examined(file: CaseFile, function, case: OpenCase, seed: int) -> str:
+def unseen(ckpt: Checkpoint, seed: int):
+    """``take(count)``: random token ids, others with every seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return lambda count: torch.randint(ckpt.config.vocab_size, (count,), generator=generator).tolist()
+
+
+def _examined(case, function, seed: int) -> str:
     try:
-        return file.examine(function, case.checkpoint, case.tensor_parallel_size, seed)
+        return case._file.examine(function, case.checkpoint, case.tensor_parallel_size, seed)
     except ValueError as wrong:
         raise NotYet(str(wrong)) from wrong
     except Exception as error:  # of the learner's code
@@ -78,7 +89,8 @@ def _patches(repair, where, known: Sequence[str]) -> tuple[Patch, ...]:
     return tuple(found)
 
 
-def _examine(case: OpenCase, file: CaseFile, patches: tuple[Patch, ...], seed: int) -> str:
+def _examine(case, patches: tuple[Patch, ...], seed: int) -> str:
+    file: CaseFile = case._file
     mended, reports = (*file.patches, *patches), []  # the last one at a place is in force
     try:
         reports.append(_run(case, case.trial, mended, case.tensor_parallel_size))
@@ -103,7 +115,7 @@ def _examine(case: OpenCase, file: CaseFile, patches: tuple[Patch, ...], seed: i
             f"{', '.join(map(str, sorted(sizes)))} ranks.")
 
 
-def _run(case: OpenCase, trial: Trial, patches, size: int, logical: bool = False) -> AlignReport:
+def _run(case, trial: Trial, patches, size: int, logical: bool = False) -> AlignReport:
     """One run of the mended engine; NotYet if it is not what Hugging Face computes, or costs more than it should."""
     try:
         report = case._run(trial, patches, tensor_parallel_size=size, logical=logical)

@@ -1,20 +1,20 @@
 """``OpenCase``: a case as its learner has it: a sealed engine, the instruments on it, and runs that are counted."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import cycle, islice
-
-import torch
 
 from tplab.align import AlignReport, align, align_decode, diagnose, hf_greedy
 from tplab.align.run import check_prompts
 from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.checks import counted, positive_int, quoted
 from tplab.errors import TplabError
-from tplab.faults.cases import CASES, CaseFile, Trial, code_at, imports_at, places
+from tplab.faults.cases import CASES, CaseFile, Trial, code_at, places
+from tplab.lesson import progress_file
 from tplab.lesson.answers import default_prompt, greedy
-from tplab.lesson.attempt import as_it_was
-from tplab.lesson.cases.answering import choices, is_found, judge_answer, place_called
+from tplab.lesson.cases.answering import choices, judge_answer, listed, place_called
+from tplab.lesson.cases.form import Form
+from tplab.lesson.cases.repairing import judge_repair
 from tplab.lesson.verdict import Verdict
 from tplab.lesson.words import NotYet
 from tplab.patch import applied
@@ -22,7 +22,6 @@ from tplab.show.phrases import in_width
 
 PRICE_OF_NAMES = 3  # runs for the diagnosis of a report: it says nearly everything
 _NEW = 12  # tokens of each text of the reported run
-_SMALL = 1 << 20  # weights of a matrix; smollm2's largest have 885,000
 
 
 class CaseError(TplabError):
@@ -130,7 +129,7 @@ class OpenCase:
         except NotYet as wrong:
             raise CaseError(str(wrong)) from None
         with self.broken():
-            print(*imports_at(place), "\n" + code_at(place), sep="\n")
+            print(code_at(place))
 
     def diagnose(self, report: AlignReport | TplabError) -> None:
         """Print what the diagnosis says of a report, or of the error in which a run ended; three runs."""
@@ -160,33 +159,31 @@ class OpenCase:
     def answer(self, where: str | Sequence[str] = "", what: str | Sequence[str] = "", why: str = "") -> Verdict:
         """Judge *where* (functions), *what* and *why* (of :meth:`choices`, words or letters), and print the verdict.
         Where there are two bugs, *where* and *what* are lists."""
-        self.found = self.found or is_found(self._file, where, self._places)
-        judged = judge_answer(self._file, where, what, why, self._places)
-        if judged.passed:
+        found, wrong = judge_answer(self._file, where, what, why, self._places)
+        self.found = self.found or found
+        if not wrong:
             self._answered = where, what, why
-        return judged
+        return Verdict(self._file.name, wrong)
 
-    def form(self):
+    def form(self) -> Form:
         """The same as a form, in a notebook."""
-        from tplab.lesson.cases.form import Form
-
         return Form(self, self._file, self._places)
 
     def mend(self, repair, where: str | Sequence[str] = "") -> str:
         """Judge a repair, ``{place: function}`` or one function for the place ``where``, on unseen inputs; prints
         the verdict, and returns what is wrong."""
-        from tplab.lesson.cases.repairing import judge_repair
-
-        return judge_repair(self, self._file, repair, where, self._places)
+        return judge_repair(self, repair, where)
 
     def close(self, where="", what="", why="", repair=None) -> bool:
         """Answer and mend at once; solved where both pass, and then :func:`tplab.lesson.progress` keeps it. With no
         answer given, the right one of :meth:`answer` or the :meth:`form` counts."""
-        from tplab.lesson.cases.repairing import close
-
         if not (where or what or why):
             where, what, why = self._answered
-        return close(self, self._file, where, what, why, repair)
+        solved = self.answer(where, what, why).passed and not self.mend(repair, where)
+        functions = list(repair.values()) if isinstance(repair, Mapping) else listed(repair)
+        if callable(next(iter(functions), None)):
+            progress_file.note(self._file.name, functions[0], passed=solved)
+        return solved
 
     def solution(self) -> None:
         """Print how an expert goes about it, and where it happened. It costs all runs that are left."""
@@ -204,19 +201,3 @@ def open_case(which: int | str, model: str | Checkpoint = "fable", prompt: str |
     if name not in CASES:
         raise CaseError(f"there is no case {quoted(which)}; there are 1 to {len(CASES)}")
     return OpenCase(CASES[name], model, prompt, tensor_parallel_size)
-
-
-def unseen(ckpt: Checkpoint, seed: int):
-    """``take(count)``: random token ids, others with every seed."""
-    generator = torch.Generator().manual_seed(seed)
-    return lambda count: torch.randint(ckpt.config.vocab_size, (count,), generator=generator).tolist()
-
-
-@contextmanager
-def one_thread_if_small(config) -> Iterator[None]:
-    """Torch on one thread while Hugging Face and the diagnosis run over a small model: thousands of small products
-    gain nothing from a second one, and on a busy machine each waits until both have a core (22 s became 70)."""
-    with as_it_was():
-        if config.hidden_size * config.intermediate_size < _SMALL:
-            torch.set_num_threads(1)
-        yield

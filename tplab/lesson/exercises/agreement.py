@@ -1,6 +1,5 @@
 """Notebook 08: ranks that decide together: a mean, a failure that all hear of, a barrier where it belongs."""
 
-import inspect
 import tempfile
 from itertools import product
 from pathlib import Path
@@ -41,8 +40,6 @@ def my_mean(attempt: Attempt, setting: Setting):
                     "That is the mean of the ranks' means: how much does a rank with many requests count?":
                         (sum(means) / size, sum(means) / len(means)),
                     "Those are the ranks' means, added up: how much does a rank with many requests count?": sum(means),
-                    "That is requests per length": 1 / mean,
-                    f"That is the mean times {size}, the number of ranks": mean * size,
                     f"That is the mean divided by {size}, the number of ranks": mean / size,
                     "Lengths of some ranks are added to numbers of requests of others: do all ranks make their sums in "
                     "the same order?": tuple(a / b for a, b in mixed if b)}, within=1e-6)
@@ -83,7 +80,7 @@ class _Work(Uncopied):
 def my_agree(attempt: Attempt, setting: Setting):
     """Work that fails on no rank, on some, on all."""
     waits = "Every rank has to come, whether its work has failed or not"
-    left = _raised_again(attempt.function) + "It leaves, and the others wait for it in their next collective"
+    left = "Uncaught, or raised again, it leaves this rank, and the others wait for it in their next collective"
     size = max(2, setting.tensor_parallel_size)
     cases = ((5, [2, 4]), (2, []), (2, [0]), (2, [0, 1]), (3, [0, 2]), (3, [1, 2]), (shared_pool(size), [1]))
     for ranks, failing in cases:
@@ -96,44 +93,31 @@ def my_agree(attempt: Attempt, setting: Setting):
             if calls != 1:
                 raise NotYet(f"{have}rank {number} does its work {calls} times; once is asked")
             with saying(f"{have}on rank {number} "):
-                found = whole_numbers(found, "the failed ranks, on every rank")
+                found = whole_numbers(found, f"the failed ranks, which are {failing}")
             if found == failing:
                 continue
             said = f"{have}rank {number} says {found} where it must say {failing}"
-            if not ops:
-                raise NotYet(f"{said}, without a word to the others; how could it know?")
             ways = {"that is how many ranks failed, and not which": range(len(failing)),
                     "their numbers are added up, where each rank needs a place of its own": [sum(failing)],
                     "on those it worked": [r for r in range(len(works)) if r not in failing],
                     f"each of {len(works)} ranks needs a place of its own": sorted({r % 2 for r in failing})}
-            differ, sent = len({tuple(value) for (value, _), _ in answers}) > 1, [op.op for op in ops]
+            sent = {op.op for op in ops}
             raise NotYet(said + next((f": {says}" for says, way in ways.items() if found == [*way]),
-                                     ": a barrier lets ranks wait for each other, and carries no numbers"
-                                     if {*sent} == {"barrier"} else
-                                     ", others say something else: they would go different ways" if differ else
-                                     ": what rank 0 sends is all that it can know by itself" if sent == ["broadcast"]
-                                     else f": what is in place {failing[0]} on each rank, before the sum and after it?"
+                                     f", after {', '.join(sent) or 'no collective'}: what tells it about all others?"
+                                     if not sent & {"all_reduce", "all_gather"} else
+                                     f": what is in place {failing[0]} on each rank, before the sum and after it?"
                                      if not found else ""))
-
-
-def _raised_again(function) -> str:
-    """The learner's line that raises what it has caught, if there is one: a traceback shows the `try` instead."""
-    try:
-        lines, first = inspect.getsourcelines(function)
-    except (OSError, TypeError):
-        return ""
-    found = [(number, line.strip()) for number, line in enumerate(lines, first) if line.strip().startswith("raise")]
-    return f"Your line {found[0][0]}, {found[0][1]}, lets it out again. " if found else ""
 
 
 @exercise("my_rounds", "08", takes="write, read, rounds",
           agreed="no rank reads before the slot is written, and it is written again when all have read")
 def my_rounds(attempt: Attempt, setting: Setting):
     """Some rounds on 2 and 3 logical ranks and on real ones. What counts is which rank waits for which."""
-    asks = "Which rank has not come? A barrier is for all"
+    asks = {"is still at": "What ends it if the number that it waits for is not there yet, or not any more?"}
     for ranks, rounds in ((2, 3), (3, 1), (shared_pool(max(2, setting.tensor_parallel_size)), 4)):
         with tempfile.TemporaryDirectory() as folder:
-            answers = on_ranks(ranks, _rounds, attempt, Path(folder, "slot"), rounds, waits=asks, timeout=_TIMEOUT)
+            answers = on_ranks(ranks, _rounds, attempt, Path(folder, "slot"), rounds, asks=asks, timeout=_TIMEOUT,
+                               waits="Which rank has not come? A barrier is for all")
         _examine_rounds([answer for answer, _ in answers], rounds)
 
 

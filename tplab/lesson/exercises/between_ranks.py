@@ -27,13 +27,14 @@ def my_send_shards(attempt: Attempt, setting: Setting):
     def check(case, ranks=None, dtype=torch.bfloat16):
         ranges, shape = case
         sources = [ToySource(shape, dtype) for _ in ranges]
-        ran = on_ranks(ranks or len(ranges), lambda: (attempt(sources[rank()], ranges), sources[rank()].taken),
-                       timeout=20, waits=f"The ranges are {ranges}: every rank takes part in every broadcast")
-        _examine_sent(ran, sources[0], ranges)
+        with saying(f"ranges {ranges}: "):
+            ran = on_ranks(ranks or len(ranges), lambda: (attempt(sources[rank()], ranges), sources[rank()].taken),
+                           timeout=20, waits="Every rank takes part in every broadcast")
+            _examine_sent(ran, sources[0], ranges)
 
     for_each(((dealt(11, 2), (11, 4)), ([range(4), range(4, 4), range(4, 9)], (9,)),
-              (split_evenly(15, 5), (15, 2))),  # as many ranks as it takes to see what rank 0 keeps
-             check, lambda case: f"{len(case[0])} ranks")
+              ([*split_evenly(15, 5)], (15, 2))),  # as many ranks as it takes to see what rank 0 keeps
+             check, lambda case: f"ranges {case[0]}")
     if (size := setting.tensor_parallel_size) > 1:
         ranges = [shard.vocab for shard in ShardPlan.from_config(setting.checkpoint.config, size).ranks]
         check((ranges, (ranges[-1].stop, 3)), shared_pool(size), torch.float32)
@@ -41,37 +42,27 @@ def my_send_shards(attempt: Attempt, setting: Setting):
 
 def _examine_sent(answers: list, source: ToySource, ranges) -> None:
     """``answers``: of each rank, what it got and how many bytes it read, and its collectives."""
-    whole = source.whole
-    size, row = len(ranges), whole[0].nbytes
-    largest = max(map(len, ranges)) * row
-    have = f"{'a bias of ' * (whole.dim() == 1)}{len(whole)} rows over {size} ranks"
+    whole, largest = source.whole, max(map(len, ranges)) * source.whole[0].nbytes
     for number, ((_, read), _) in enumerate(answers):
         if number and read:
-            raise NotYet(f"{have}: rank {number} reads {read} bytes itself; only rank 0 has the files")
+            raise NotYet(f"rank {number} reads {read} bytes itself; only rank 0 has the files")
     for number, ((got, _), ops) in enumerate(answers):
         if others := sorted({op.detail for op in ops if op.op == "broadcast" and op.detail}):
-            raise NotYet(f"{have}: rank {others[0]} is asked to send (src={others[0]}), and only rank 0 has the rows")
-        judge_part(got, whole, ranges[number], f"{have}, rank {number}: ", ways={
-            "all of it: a rank that cannot hold the whole tensor has no room for it": range(len(whole)),
-            **{f"these are rank {r}'s: which of the messages is a rank to keep?": other
-               for r, other in enumerate(ranges) if r != number},
-            "a later slice was received into the same memory: is one tensor used for all of them?":
-                {(*other, *ranges[number])[:len(ranges[number])] if len(other) > len(ranges[number]) else
-                 (*other, *ranges[number][len(other):]) for other in ranges},
-            "nothing has been read into it, or sent: which rank has the file, and which one sends?":
-                torch.zeros_like(whole[:len(ranges[number])])})
+            raise NotYet(f"rank {others[0]} is asked to send (src={others[0]}), and only rank 0 has the rows")
+        judge_part(got, whole, ranges[number], f"rank {number}: ", ways={
+            f"these are rank {r}'s: which of the messages is a rank to keep?": other
+            for r, other in enumerate(ranges) if r != number})
     for number, (_, ops) in enumerate(answers):
         sent = {str(op): torch.Size(op.shape).numel() * whole.element_size() for op in ops}
         if big := [op for op, nbytes in sent.items() if nbytes > largest]:
-            raise NotYet(f"{have}: right everywhere, but rank {number} takes part in {big[0]}: a message of "
-                         f"{sent[big[0]]} bytes, and the largest slice has {largest}")
-    read_once(answers[0][0][1], whole.nbytes, f"{have}, rank 0: ", "no row is needed twice")
+            raise NotYet(f"right everywhere, but rank {number} takes part in {big[0]}: a message of {sent[big[0]]} "
+                         f"bytes, and the largest slice has {largest}")
+    read_once(answers[0][0][1], whole.nbytes, "rank 0: ", "no row is needed twice")
     if source.most > 3 * largest:  # its own, the last one sent and the next one
-        raise NotYet(f"{have}: the messages are right, but rank 0 has {source.most} of the tensor's {whole.nbytes} "
-                     f"bytes in memory at the same time, and a slice has {largest}: when is which of them read, "
-                     "and kept?")
+        raise NotYet(f"the messages are right, but rank 0 has {source.most} of the tensor's {whole.nbytes} bytes in "
+                     f"memory at the same time, and a slice has {largest}: when is which of them read, and kept?")
     for number, ((got, _), _) in enumerate(answers):
-        owns(got, f"{have}, rank {number}: ")
+        owns(got, f"rank {number}: ")
 
 
 @exercise("my_spread", "07", takes="x", alone=_ALONE, agreed="every rank knows the largest difference between any two")

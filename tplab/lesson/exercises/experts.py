@@ -217,13 +217,9 @@ def _judge_shares(shares: list[tuple[list[int], list[int]]], experts: int, colum
         for name, held, there in zip(("expert", "column"), share, (experts, columns)):
             if not held and len(shares) <= there:
                 raise NotYet(f"rank {rank} holds no {name}: {_counts(shares)}. Can they be dealt out more evenly?")
-            if strange := [i for i in held if not 0 <= i < there]:
-                if held == [held[0], there]:
-                    raise NotYet(f"rank {rank} gets {tuple(held)}, which is {name}s {held[0]} and {there}, and they "
-                                 f"are 0 to {there - 1}: give range({held[0]}, {there}), or a list of all of them")
-                raise NotYet(f"rank {rank} holds {name} {strange[0]}, and they are 0 to {there - 1}: with "
-                             f"enable_expert_parallel={whole}, the {'experts' if whole else 'columns'} are dealt out, "
-                             f"and every rank has all {'columns' if whole else 'experts'}")
+            if any(not 0 <= i < there for i in held):
+                raise NotYet(f"rank {rank} holds {span(held, name + 's' * (len(held) > 1))}, and they are 0 to "
+                             f"{there - 1}" + ": range(a, b) ends before b, and (a, b) are two" * (held[1:] != []))
             if held and held != list(range(held[0], held[0] + len(held))):
                 raise NotYet(f"rank {rank} holds {span(held, name + 's')}: a rank reads one slice of the file, so its "
                              f"{name}s follow each other")

@@ -15,7 +15,6 @@ from tplab.lesson.experts_toys import toy_full_width
 from tplab.lesson.verdict import Setting, exercise
 from tplab.model.trace import point
 from tplab.patch import Patch, original
-from tplab.pool import shared_pool
 from tplab.ranks import rank
 from tplab.shard import split_evenly
 
@@ -68,17 +67,16 @@ def my_moe(attempt: Attempt, setting: Setting):
         _judge_moe(ran, x, weights, ids, held, cut, gate_up, down, what, attempt.made)
 
     for_each(LAYERS, check, lambda case: f"{case[5]} ranks")
-    moe, size = setting.checkpoint.config.experts, setting.tensor_parallel_size
+    moe = setting.checkpoint.config.experts
     if moe and (moe.bias or moe.swiglu or moe.shared_intermediate_size):
         return "in the small examples only: this model's experts have parts that yours have not"
-    if size > 1:
-        x, weights, ids, gate_up, down = (part.bfloat16() if part.is_floating_point() else part for part in _layer(
-            6, 8, 4 * size, 2 * size, 2, size, True, "any"))
-        with saying("in bfloat16 "):
-            ran = on_ranks(shared_pool(size), _counted, attempt, x, weights, ids, split_evenly(2 * size, size),
-                           [range(4 * size)] * size, gate_up, down, waits=_WAITS, timeout=20)
-            tensor(ran[0][0][0], "tokens, hidden", x.shape, x.dtype)
-    try_beside_hugging_face(setting, modes=(False, True)[:size])
+    x, weights, ids, gate_up, down = (part.bfloat16() if part.is_floating_point() else part for part in _layer(
+        6, 8, 8, 4, 2, 2, True, "any"))
+    with saying("in bfloat16 "):
+        ran = on_ranks(2, _counted, attempt, x, weights, ids, split_evenly(4, 2), [range(8)] * 2, gate_up, down,
+                       waits=_WAITS)
+        tensor(ran[0][0][0], "tokens, hidden", x.shape, x.dtype)
+    try_beside_hugging_face(setting, modes=(False, True)[:setting.tensor_parallel_size])
 
 
 def _layer(tokens, hidden, columns, experts, top_k, size, whole, choice) -> tuple[torch.Tensor, ...]:

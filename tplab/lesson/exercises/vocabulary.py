@@ -35,7 +35,7 @@ def my_embedding(attempt: Attempt, setting: Setting):
         ran = on_ranks(size, look_up, asks={"IndexError": here},
                        waits=f"{here}. Every rank comes to the sum, also one that has none of the words")
         for r, (found, ops) in enumerate(ran):
-            _looked_up(f"rank {r} of {size}", found, weight, ids, parts, bool(ops))
+            _looked_up(f"rank {r} of {size}", found, weight, ids, parts, len(ops))
         count_ops(ran, {"all_reduce": 1})
 
     words = [10, 0, 6, 3, 4, 1, 7, 0, 10]
@@ -44,16 +44,17 @@ def my_embedding(attempt: Attempt, setting: Setting):
     setting.align()
 
 
-def _looked_up(who: str, found, weight, ids, parts, talked: bool) -> None:
+def _looked_up(who: str, found, weight, ids, parts, calls: int) -> None:
     owner = {word: r for r, rows in enumerate(parts) for word in rows}
     for word, row in zip(ids.tolist(), found):
         with saying(f"{who} gets for word {word}, which lives on rank {owner[word]}, "):
             if row.isnan().any() or not row.any():
                 raise NotYet("NaN: what can be added without a trace?" if row.any() else
-                             "zeros: does its owner add its row to the sum?" if talked else
+                             "zeros: does its owner add its row to the sum?" if calls else
                              "zeros: where does it get what the other ranks have looked up?")
-            agree(row, weight[word], {}, "not its row", within=1e-6, dims="number", parts={
-                f"word {n}'s row, of rank {owner[n]},": one for n, one in enumerate(weight)})
+            again = f"not its row, after {calls} collectives: is what is a sum already added up again?"
+            agree(row, weight[word], {again: row} if calls > 1 else {}, "not its row", within=1e-6, dims="number",
+                  parts={f"word {n}'s row, of rank {owner[n]},": one for n, one in enumerate(weight)})
 
 
 @exercise("my_head_logits", "06", takes="hidden, weight_here, sizes", place="makes logits", alone=_ALONE,
@@ -90,7 +91,7 @@ def my_head_logits(attempt: Attempt, setting: Setting):
             raise NotYet(f"all_gather {list(sent.shape)} is more than the logits, {list(right.shape)}: what is smaller "
                          "in a real model, the weights or the logits of a few tokens?")
 
-    for_each((2, 3), check)
+    for_each((2, 3), check, lambda size: f"{size} ranks" + ", with three tokens in float32," * (size == 2))
     setting.align()
 
 
@@ -134,22 +135,16 @@ def _decided(answer: list[int], table: torch.Tensor, ids: torch.Tensor) -> None:
     best, size = table.argmax(1), table.shape[1]
     right = offers(best).tolist()
     row = next((row for row, pair in enumerate(zip(answer, right)) if pair[0] != pair[1]), 0)
-    others = " to this sequence" if answer[row] in ids else ""
-    said = f"sequence {row} of {len(right)}: {answer[row]} comes back, where {right[row]} has the best score"
-    agree(answer, right, {
-        f"{said}. NaN counts as the largest, as in torch.argmax; else a broken model would go unnoticed":
-            offers(table.nan_to_num(-1e9).argmax(1)),
-        f"{said}. Two scores differ in the twelfth digit: have they lost digits on the way?":
-            offers(table.float().argmax(1)),
-        f"{said}. Two ranks offer the same score. torch.argmax over the whole vocabulary takes the lowest id":
-            offers(size - 1 - table.flip(1).argmax(1)),
-        f"{said}. Rank {best[0]}, which wins for sequence 0, decides for all of them. Has each sequence a winner of its"
-        " own?": offers(best[:1]),
-        **{f"{said}. Rank {r}'s token comes back for every sequence: which number says which rank is best?":
-           offers(torch.tensor([r])) for r in range(size if len(right) > 1 else 0)},
-        f"{said}. That is the number of the rank with the best score; which token does it offer?": best,
-        f"{said}. That is the best score, cut to a whole number": table.nan_to_num(0.5, 0.5).amax(1).long(),
-    }, f"{said}. Yours is the offer of rank {ids[row].tolist().index(answer[row])}: the scores are "
-        f"{table[row].tolist()}" if answer[row] in ids[row] else
-        f"sequence {row} of {len(right)}: {answer[row]} comes back, which no rank offered{others}; the ranks offered "
-        f"tokens {ids[row].tolist()} with scores {table[row].tolist()}", within=1e-9)
+    whose = f"Yours is rank {ids[row].tolist().index(answer[row])}'s" if answer[row] in ids[row] else "It is no rank's"
+    with saying(f"sequence {row} of {len(right)}: {answer[row]} comes back, where {right[row]} has the best score. "):
+        agree(answer, right, {
+            "NaN counts as the largest, as in torch.argmax; else a broken model would go unnoticed":
+                offers(table.nan_to_num(-1e9).argmax(1)),
+            "Two scores differ in the twelfth digit: have they lost digits on the way?":
+                offers(table.float().argmax(1)),
+            "Two ranks offer the same score. torch.argmax over the whole vocabulary takes the lowest id":
+                offers(size - 1 - table.flip(1).argmax(1)),
+            **{f"Rank {r}'s token comes back for every sequence: which rank is best for each of them?":
+               offers(torch.tensor([r])) for r in range(size if len(right) > 1 else 0)},
+            "That is the number of the rank with the best score; which token does it offer?": best},
+            f"{whose}; the ranks offered tokens {ids[row].tolist()} with scores {table[row].tolist()}", within=1e-9)
