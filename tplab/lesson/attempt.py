@@ -58,8 +58,8 @@ class Attempt:
             self.made[here], self.latest[here] = made.found, (args, None)
             result, log = with_collectives(guarded, self.function, *given)
         self.latest[here] = args, result
-        if not inside_rank() and not any(isinstance(arg, Uncopied) for arg in args):
-            self.memory.calls.append(args)
+        if self.memory is not None and not any(isinstance(arg, Uncopied) for arg in args):
+            self.memory.note(args)
         if log and not inside_rank():
             at = f"your line {log[0].line}" if is_learners(log[0].file) else "it"
             raise NotYet(f"{at} calls {log[0]}; no collective belongs here: each rank has what this function needs")
@@ -70,10 +70,12 @@ class Attempt:
         return result
 
     def unchanged(self) -> str:
-        """The argument that the latest call returned as it was, if it returned one."""
+        """The argument that the latest call returned as it was, alone or among others, if it returned one."""
         args, result = self.latest.get(0, ((), None))
-        return next((name for name, arg in zip(self.takes, args) if isinstance(arg, torch.Tensor)
-                     and isinstance(result, torch.Tensor) and result.device == arg.device and _same(arg, result)), "")
+        results = [one for one in (result if isinstance(result, list | tuple) else [result])
+                   if isinstance(one, torch.Tensor) and one.device.type == "cpu"]
+        return next((name for name, arg in zip(self.takes, args) if any(
+            isinstance(arg, torch.Tensor) and _same(arg, one) for one in results)), "")
 
     def unread(self, spare: str) -> list[str]:
         """The parameters, besides ``spare``, that no line of a function reads."""
@@ -88,7 +90,7 @@ class Attempt:
         return [own for name, own in zip(self.takes, inspect.signature(function).parameters)
                 if own not in read and name != spare]
 
-    def __getstate__(self) -> dict:
+    def __getstate__(self) -> dict:  # for a pool's ranks
         return vars(self) | {"made": {}, "latest": {}, "memory": None}
 
     def tensor(self, *args, dims: str, shape: Sequence[int], dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -200,11 +202,15 @@ def kept(function: Callable, takes: str = "") -> Callable:
                 return function(*args, **kwargs)
         except (RuntimeError, TypeError, ValueError, LookupError) as error:
             if not isinstance(error, RecursionError):
-                given = ", ".join(f"{name.strip()} {_given(arg)}" for name, arg in zip(takes.split(","), args))
-                error.add_note(CALLED + given)
+                error.add_note(f"it{CALLED}{given_in_words(takes, args)}")
             raise
 
     return call
+
+
+def given_in_words(takes: str, args: Sequence) -> str:
+    """What a call was given, in a few words: ``"q [5, 4, 6], scaling 0.3"``."""
+    return ", ".join(f"{name.strip()} {_given(arg)}" for name, arg in zip(takes.split(","), args))
 
 
 def _given(arg) -> str:
@@ -311,7 +317,9 @@ def for_each(cases: Iterable, check: Callable, what: Callable = lambda case: f"{
     passed = []
     for case in cases:
         if (wrong := told(case)) is not None:
-            passed += [shown[0]] if shown is not None and told(shown[1]) is None else []
+            if shown is not None:
+                passed += [shown[0]] * (told(shown[1]) is None)
+                told(case)  # again: what the latest call was given and gave is looked at
             if not passed or what(case) in passed or str(wrong).count("\n") > 1:
                 raise wrong
             raise NotYet(f"{wrong}\nOn {' and '.join(dict.fromkeys(passed))} it is right") from wrong

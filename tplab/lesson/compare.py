@@ -3,7 +3,7 @@
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from itertools import combinations, groupby, permutations
+from itertools import groupby, permutations
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -66,7 +66,8 @@ def known(value, right, mistakes: Mapping[str, object], within: float) -> str | 
     """The first sentence of ``mistakes``, as `agree` has them, whose numbers are those of ``value``."""
     value, most = _tensor(value).double(), _most(_tensor(right), within)
     return next((says for says, some in mistakes.items() for one in map(_tensor, some if isinstance(some, tuple) else (
-        some,)) if one.shape == value.shape and torch.allclose(one.double(), value, rtol=0, atol=most)), None)
+        some,)) if one.shape == value.shape and torch.allclose(one.double(), value, rtol=0, atol=most, equal_nan=True)),
+                None)
 
 
 def _tensor(one) -> torch.Tensor:
@@ -110,16 +111,13 @@ def related(value: torch.Tensor, right: torch.Tensor, most: float, names: Sequen
     def same(other) -> bool:
         return torch.allclose(value, other, rtol=0, atol=most)
 
-    many, names, dims = value.numel() > 2, _all(names, value), range(value.dim())
+    many = value.numel() > 2
     factor, more = (value * right).sum() / right.pow(2).sum(), (value - right).mean()
     found = {
         "It is right but for its sign": same(-right), "It is right but for signs": same(right.abs().copysign(value)),
-        "Is it cut to whole numbers?": same(right.trunc()),
         f"Every number is {factor:.4g} times what it must be": many and same(factor * right),
         f"Every number is off by {more:+.4g}": many and same(right + more),
-        **{f"It is right, with {names[a]}s and {names[b]}s exchanged": many and value.shape[a] == value.shape[b] and
-           same(right.transpose(a, b)) for a, b in combinations(dims, 2)},
-        **{says: True for dim in dims if (says := _moved(value, right, most, dim, names[dim]))},
+        **{says: True for dim, of in enumerate(_all(names, value)) if (says := _moved(value, right, most, dim, of))},
         LITTLE: (value - right).abs().max() < 5e-3 * right.abs().max(),
         "The numbers are right, and stand in another order": many and same(
             right.flatten().sort().values[value.flatten().argsort().argsort()].view(value.shape))}
@@ -159,6 +157,7 @@ def made_of(value: torch.Tensor, right: torch.Tensor, most: float, names: Sequen
             said = [f"{_joined([''.join(name) for *_, name in alike])} {c} times (right: {r})"
                     for (c, r, _), alike in groupby(((c, r, kind, (kind, *rest)) for c, r, kind, *rest in counts),
                                                     lambda one: one[:3]) if c != r]
+            said.sort(key=lambda one: "(right: 0)" not in one)  # what must not be in it comes first
             return f"In yours{label and ', at '}{label}, {', '.join(said[:4])}" if said else ""
     return ""
 
@@ -185,7 +184,7 @@ def right_lines(steps: Mapping[str, object], made: Lines, most: float) -> str:
     behind = [name for name in missing if [*lines].index(name) > [*lines].index(found[-1])]
     return "Right in yours: " + ", ".join(f"{name} (line {lines[name]})" for name in found) + (
         f"; not found: {', '.join(dict.fromkeys([missing[0], *behind[:1]]))}" if missing else
-        f". What comes after line {max(lines.values())}?")
+        f". See what follows in line {max(lines.values())} or after it")
 
 
 def is_like(one: torch.Tensor, step: torch.Tensor, most: float) -> bool:

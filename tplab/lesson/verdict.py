@@ -118,10 +118,13 @@ class Exercise:
         except NotYet as wrong:
             lines, idle, same = str(wrong).splitlines(), attempt.unread(self.spare), attempt.unchanged()
             if same and "as it went in" not in lines[0]:
-                lines[1:] = [f"What comes back is {same}, as it went in"]
+                lines[1:] = [f"{same} comes back as it went in"]
             if lines[0] != KEEPS and attempt.memory.shows():
                 lines[1:] = [KEEPS.capitalize()]
-            raise NotYet("\n".join([*lines, *[f"Your code never reads {', '.join(idle)}"] * bool(idle)][:3])) from wrong
+            if idle:
+                more = [line + "." * (line[-1] != "?") for line in lines[2:]]
+                lines[2:] = [" ".join([*more, f"Your code never reads {', '.join(idle)}"])]
+            raise NotYet("\n".join(lines)) from wrong
 
 
 EXERCISES: dict[str, Exercise] = {}

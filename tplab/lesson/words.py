@@ -10,7 +10,7 @@ from tplab.ranks.errors import Cause, Frame, RankError, describe, learner_stack,
 from tplab.ranks.oplog import is_machinery
 
 _STANDARD_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
-CALLED = "it was called with "  # begins the note that says what a call was given
+CALLED = " was called with "  # is in the note that says what a call was given
 _LONGEST = 240  # characters of one line of a verdict
 CELL = re.compile(r"cell In\[\d+\], ")  # JupyterLab counts cells and nbval does not: stored text cannot have them
 
@@ -37,9 +37,8 @@ def in_words(error: BaseException) -> str:
 
 def _of_ranks(error: RankError) -> str:
     first: Cause = error.first
-    said = first.text.partition(f"\n{CALLED}")[0]
     alike = [cause.rank for cause in error.causes.values()
-             if cause.kind == first.kind and cause.text.partition(f"\n{CALLED}")[0] == said]
+             if cause.kind == first.kind and _short(cause.text) == _short(first.text)]
     who = "on every rank" if len(alike) == len(error.causes) > 1 else f"on rank {', '.join(map(str, sorted(alike)))}"
     frames = [frame for frame in first.frames if is_learners(frame.file)]
     if first.kind == "raised":
@@ -56,14 +55,13 @@ def _of_ranks(error: RankError) -> str:
 
 
 def _lines(what: str, frames: Sequence[Frame]) -> str:
-    what, _, given = what.partition(f"\n{CALLED}")
-    lines = [_short(what)]
+    given, lines = next((line for line in what.splitlines() if CALLED in line), ""), [_short(what)]
     if frames:
         source = linecache.getline(frames[-1].file, frames[-1].line).strip()
         lines.append(f"at your line {frames[-1].line}" + (f": {_short(source)}" if source else
                                                          f" ({location(frames[-1].file, frames[-1].line)})"))
     if given:
-        lines.append(_short(CALLED + given))
+        lines.append(_short(given))
     return "\n".join(lines)
 
 

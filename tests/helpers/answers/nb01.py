@@ -48,7 +48,7 @@ ANSWERS = {
         Wrong("def my_additive_mask(tokens): return torch.triu(torch.ones(tokens, tokens), 1) * float('-inf')",
               "multiplying 0 by -inf? Choose the entries first, and write -inf there"),
         Wrong("def my_additive_mask(tokens): return torch.ones(tokens, tokens) * float('-inf')",
-              "every key is hidden: every single score is -inf. Which ones must stay?"),
+              "5 of 5 rows, those in which every key is hidden: wrong for every sequence"),
         Wrong("def my_additive_mask(tokens): return torch.ones(tokens, tokens, dtype=torch.bool).triu(1)",
               "Added to scores, True is 1 and False 0"),
         Wrong("def my_additive_mask(tokens): return torch.full((tokens, tokens), float('-inf')).tril(-1)",
@@ -56,9 +56,9 @@ ANSWERS = {
         Wrong("def my_additive_mask(tokens): return torch.full((tokens, tokens), float('-inf')).tril()",
               "it is the wrong way round: what may be seen is hidden"),
         Wrong("def my_additive_mask(tokens): return torch.full((tokens, tokens), float('-inf')).triu(0)",
-              "those in which every key is hidden: it hides a token from itself"),
+              "the first, query 0, key 0, is hidden, and not hidden is right"),
         Wrong("def my_additive_mask(tokens): return torch.full((tokens, tokens), float('-inf')).triu(2)",
-              "sees the next one, too: where does the diagonal of the future begin?"),
+              "the first, query 0, key 1, is not hidden, and hidden is right"),
         Wrong("def my_additive_mask(tokens): return torch.full((tokens, tokens), -5.0).triu(1)",
               "yours makes their scores -13.9 to 1.68. Beside the scores of any model, exp of it must be 0"),
         Wrong("def my_additive_mask(tokens): return torch.full((5, 5), float('-inf')).triu(1)",
@@ -100,7 +100,7 @@ ANSWERS = {
               def my_assert_no_nan(tensor, name):
                   if tensor.isnan().any():
                       raise ValueError(f"NaN in {name}")
-              """, "raise ValueError(f\"NaN in {name}\") Where a NaN is found, an AssertionError is asked for"),
+              """, "ValueError: NaN in weights. Where a NaN is, an AssertionError is asked for"),
         Wrong("def my_assert_no_nan(tensor, name): assert not tensor.isnan().any()",
               "which tensor? Its name, 'weights', is missing"),
         Wrong("def my_assert_no_nan(tensor, name): assert not tensor.isnan().any(), f'NaN in {name}'",

@@ -53,24 +53,24 @@ ANSWERS = {
     ],
     "my_heads": [
         Wrong(_heads("range(r * (H // T), (r + 1) * (H // T))", "[r * (H // T) * K // H]"),
-              "9 query and 3 KV heads over 2 ranks: query head 8 on no rank: rank 0 has 0–3, rank 1 has 4–7"),
-        Wrong(_heads(_EVEN_Q, "[r % K]"), "yours is rank % 2, but ranks that share a KV head are neighbours"),
+              "9 query and 3 KV heads over 2 ranks: query heads [8] on no rank: rank 0 has 0–3, rank 1 has 4–7"),
+        Wrong(_heads(_EVEN_Q, "[r % K]"), "rank 1 holds KV heads [1], and its query heads, 2 to 3, read [0]"),
         Wrong(_heads(_EVEN_Q, "range(r * K // T, (r + 1) * K // T)"),
-              "8 query and 2 KV heads over 4 ranks: rank 0 holds no KV head, and its query heads, 0 to 1, read 0"),
+              "8 query and 2 KV heads over 4 ranks: rank 0 holds KV heads [], and its query heads, 0 to 1, read [0]"),
         Wrong(_heads(_EVEN_Q, "[r * K / T]"), "a head is whole"),
         Wrong(_heads("range(H) if not r else []", "range(K)"), "rank 1 without a query head"),
         Wrong(_heads("range((T - 1 - r) * H // T, (T - r) * H // T)", "range(K)"), "joined in the order of the ranks"),
-        Wrong(_heads(_EVEN_Q, f"[*{_READ}][::-1]"), "holds KV heads 1, 0, and its query heads, 0 to 3, read 0, 1"),
+        Wrong(_heads(_EVEN_Q, f"[*{_READ}][::-1]"), "holds KV heads [1, 0], and its query heads, 0 to 3, read [0–1]"),
         Wrong("def my_heads(num_heads, num_kv_heads, ranks): return [range(num_heads // ranks)] * ranks",
               "the entry of rank 0 is range(0, 4); it must be a pair"),
         Wrong(_heads(_EVEN_Q, "[r]"),
-              "rank 2 holds KV head 2, and they are 0 to 1: more than one rank may hold"),
-        Wrong(_heads(_EVEN_Q, "range(K)"), "rank 0 holds KV heads 0, 1, and its query heads, 0 to 3, read 0"),
-        Wrong(_heads("range(r, H, T)", "range(K)"), "rank 0 has query heads 0, 2, 4, 6; a rank keeps one slice"),
+              "rank 2 holds KV head 2, and they are 0 to 1: which ones do its query heads read?"),
+        Wrong(_heads(_EVEN_Q, "range(K)"), "rank 0 holds KV heads [0–1], and its query heads, 0 to 3, read [0]"),
+        Wrong(_heads("range(r, H, T)", "range(K)"), "rank 0 has query heads [0, 2, 4, 6]; a rank keeps one slice"),
         Wrong(_heads("range(H)", "range(K)"), "query head 0 is on every rank; each is computed once"),
         Wrong(_heads("H // T", "max(1, K // T)"), "which heads, not how many"),
         Wrong(_heads("range(H // T)", "range(max(1, K // T))"),
-              "query heads 4, 5, 6, 7 on no rank: rank 0 has 0–3, rank 1 has 0–3"),
+              "query heads [4–7] on no rank: rank 0 has 0–3, rank 1 has 0–3"),
         Wrong("""
               def my_heads(num_heads, num_kv_heads, tensor_parallel_size):
                   assert num_heads % tensor_parallel_size == 0, "heads must divide"
@@ -134,12 +134,12 @@ ANSWERS = {
                   return fused[start:start + sum(map(len, ranges))]
               """, "in q|k|v, k begins at row 16 and v begins at row 20"),
         Wrong(_MERGED + "torch.cat([source[0:len(rows)] for source, rows in zip(sources, ranges)])",
-              "every rank takes the first rows of each of q|k|v"),
+              "[q 0–7|k 0–1|v 0–1] come back where [q 8–15|k 2–3|v 2–3] are its own"),
         Wrong("""
               def my_merged(sources, ranges):
                   parts = [source[rows.start:rows.stop] for source, rows in zip(sources, ranges)]
                   return torch.cat([parts[0], *parts[:0:-1]])
-              """, "the right rows in the order q|v|k; the layer splits its output as q|k|v"),
+              """, "[q 0–7|v 0–1|k 0–1] come back where [q 0–7|k 0–1|v 0–1] are its own"),
         Wrong(_MERGED + "torch.cat([source[rows.start:rows.stop] for source, rows in zip(sources, ranges)], dim=1)",
               "at your line 1"),
         Wrong("""

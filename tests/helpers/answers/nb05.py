@@ -15,7 +15,7 @@ ANSWERS = {
         Wrong("""
               def my_slot_mapping(t, positions, size):
                   return [t[p // size] * size + p % size for p in range(len(positions))]
-              """, "it counts the entries of positions instead of reading them"),
+              """, "position 7 goes to slot 16, place 0 of block 4"),
         Wrong("def my_slot_mapping(t, positions, size): return [t[p // size] * size + p % size for p in positions][:1]",
               "for 10 positions come 1 slots"),
         Wrong("""
@@ -175,7 +175,7 @@ ANSWERS = {
                       return 0
                   def share(self, block): pass
                   def release(self, block): pass
-              """, "operation 1: allocate(): now a sequence uses block 0; users[0] says 0"),
+              """, "operation 1: allocate(): users is [0, 0, 0], and must be [1, 0, 0]"),
         Wrong("""
               class MyPool:
                   def __init__(self, num_blocks):
@@ -189,7 +189,7 @@ ANSWERS = {
                   def release(self, block):
                       self.users[block] -= 1
                       if self.users[block] < 0: raise ValueError(f"nobody uses block {block}")
-              """, "which no sequence uses: now no sequence uses block 2; users[2] says -1"),
+              """, "which no sequence uses: users is [0, 0, -1], and must be [0, 0, 0]"),
         Wrong("class MyPool:\n    def __init__(self, n): self.users = [0] * n\n    def allocate(self): return 3\n"
               "    def share(self, block): pass\n    def release(self, block): pass", "the number of a block must"),
         Wrong("""
@@ -205,7 +205,7 @@ ANSWERS = {
                   def release(self, block):
                       if not self.users[block]: raise ValueError(block)
                       self.users[block] -= 1
-              """, "no sequence uses block 0, which allocate() has given before"),
+              """, "it gives nothing, though no sequence uses block 0"),
         Wrong("""
               class MyPool:
                   def __init__(self, num_blocks):
@@ -219,7 +219,7 @@ ANSWERS = {
                       if not self.users[block]: raise ValueError(block)
                       self.users[block] -= 1
                       self.free.append(block)
-              """, "2, which a sequence uses already: how do you know that a block is free?"),
+              """, "2, which is in use: how do you know that a block is free?"),
         Wrong("""
               class MyPool:
                   def __init__(self, num_blocks):
@@ -269,7 +269,7 @@ ANSWERS = {
                   def release(self, block):
                       if not self.users[block]: raise ValueError(block)
                       self.users[block] = 0
-              """, "share(2): now a sequence uses block 2; users[2] says 2"),
+              """, "share(2): users is [1, 1, 2], and must be [1, 1, 1]"),
         Wrong("""
               class MyPool:
                   def __init__(self, num_blocks):
@@ -312,7 +312,7 @@ ANSWERS = {
                   def release(self, block):
                       if not self.users[block]: raise ValueError(block)
                       self.users[block] -= 1
-              """, "is made beside the first: now a sequence uses block 0; users[0] says 0"),
+              """, "is made, and of the first one users is [0, 0, 0], and must be [1, 2, 1]"),
         Wrong("""
               class MyPool:
                   def __init__(self, num_blocks):

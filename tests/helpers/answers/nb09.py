@@ -57,7 +57,7 @@ ANSWERS = {
         Wrong("def apply_rope(rotary_emb, position_ids, q, k): rotary_emb(q, position_ids)",
               "nothing (is a return missing?); the pair q, k must come back"),
         Wrong(but(ROPE, "return attention.apply_rotary_pos_emb(q, k, cos, sin)", "return q, k"),
-              "q, 6 tokens and 4 heads: nothing is turned: x comes back as it went in"),
+              "position_ids are [[5, 6, 7, 8, 9, 10], [0, 0, 0, 1, 2, 3]] q comes back as it went in"),
         Wrong(but(ROPE, "position_ids)\n", "torch.arange(q.shape[2]).repeat(len(q), 1))\n"),
               "it is turned as at positions [[0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5]]; position_ids are"),
         Wrong(but(ROPE, "position_ids)\n", "position_ids[:1])\n"),
@@ -85,7 +85,7 @@ ANSWERS = {
                                for x in (q, k))
               """, "numbers 0 and 1 are turned as a pair; here number 0 belongs to number 4"),
         Wrong(but(ROPE, "cos, sin)\n", "cos, sin * 0)\n"),
-              "multiplied with the cosine: where is the half that the sine brings in?"),
+              "not found: the other half times sine"),
         Right("""
               def apply_rope(rotary_emb, position_ids, q, k):
                   q, k = q.transpose(1, 2), k.transpose(1, 2)

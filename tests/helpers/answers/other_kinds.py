@@ -33,7 +33,7 @@ _FIRST = {"mask_scores": "= [1, 2, 3, 3] must come back", "my_additive_mask": "=
           "my_heads": "a list of 2 comes back; it must have one entry for each rank",
           "my_linears": "torch.float64 must come back",
           "my_apply_rope": "is an earlier result given out again?", "my_rope": "= [3, 3, 10] must come back",
-          "my_attend": "= [1, 6, 1, 8] must come back", "my_mask": "= [1, 1, 3, 6] must come back",
+          "my_attend": "= [1, 6, 1, 8] must come back", "my_mask": "= [1, 1, 5, 5] must come back",
           "my_positions": "yours are [3, 4, 5, 6, 7, 0, 1, 2, 3, 3, 5, 6], and [6, 0] are right",
           "my_key": "the key is its parent's",
           "my_best_offer": "= [3] must come back", "my_generate": "step is never called",

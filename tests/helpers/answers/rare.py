@@ -57,9 +57,9 @@ def my_linears(x, up, down, bias):
         Wrong(_LINEARS + f"    {_PART}\n    return (all_reduce(y) + bias).double()", "on rank 0 it returns "
               "torch.float64")],
     "my_heads": [
-        Wrong(_heads("range(r * H // T - 1, (r + 1) * H // T)", _READ), "and they are 0 to 7: one too many"),
+        Wrong(_heads("range(r * H // T - 1, (r + 1) * H // T)", _READ), "holds query head -1, and they are 0 to 7"),
         Wrong(_heads(_EVEN_Q.replace("H", "min(H, 15)"), _READ),
-              "32 query and 8 KV heads over 3 ranks: query heads 15, 16, 17, 18, 19, 20, 21, 22 … on no rank"),
+              "32 query and 8 KV heads over 3 ranks: query heads [15–31] on no rank"),
         Right("""
 def my_heads(num_heads, num_kv_heads, ranks):
     H, K, group = num_heads, num_kv_heads, num_heads // num_kv_heads
@@ -80,12 +80,12 @@ def my_heads(num_heads, num_kv_heads, ranks):
               "rows in "
               "zip(sources, ranges)])", "where [q 0–7|k 0–1|v 0–1] are its own the right ones, in another order"),
         Wrong("def my_merged(sources, ranges): return torch.cat([source[rows.start:rows.stop] for source, rows in "
-              "zip(sources[::-1], ranges[::-1])])", "the right rows in the order v|k|q; the layer splits")],
+              "zip(sources[::-1], ranges[::-1])])", "[v 0–1|k 0–1|q 0–7] come back where")],
     "my_mask": [
         Wrong(mask("m = (torch.arange(keys) > positions[..., None])[:, None]; m[1:, ..., 0] = True; return m"),
               "the query at position 4 of sequence 1 may look at keys 0 to 4; yours looks at [1, 2, 3, 4]"),
         Wrong(mask("m = (torch.arange(keys) > positions[..., None])[:, None]; m[..., 1:, 1] = True; return m"),
-              "the query at position 1 may look at keys 0 to 1; yours looks at [0]")],
+              "the query at position 4 may look at keys 0 to 4; yours looks at [0, 2, 3, 4]")],
     "my_attend": [
         Right("def my_attend(q, k, v, mask, scaling): return F.scaled_dot_product_attention(q, k, v, attn_mask=~mask, "
               "scale=scaling, enable_gqa=True)")],
@@ -99,7 +99,7 @@ def my_heads(num_heads, num_kv_heads, ranks):
     "my_apply_rope": [
         Wrong(apply_rope(_CALL, "return tuple(x[0] if x.shape[1] == cos.shape[1] else x[0].transpose(0, 1) for x in "
                          "(q, k))"), "heads and tokens have changed places on the way back"),
-        Wrong(apply_rope(_CALL.replace("sin)", "sin * 0)"), _BACK), "x is only multiplied with the cosine"),
+        Wrong(apply_rope(_CALL.replace("sin)", "sin * 0)"), _BACK), "sin [1, 5, 6], sin with other numbers"),
         Wrong(apply_rope(_CALL, "return q[0].transpose(0, 1) + 1, k[0].transpose(0, 1)"), "Every number is off by +1"),
         Wrong(apply_rope(_CALL, "return [q[0].transpose(0, 1), k[0].transpose(0, 1), cos]"), "it returns a list of 3"),
         Right(apply_rope(_CALL, "return [q[0].transpose(0, 1), k[0].transpose(0, 1)]")),

@@ -92,9 +92,8 @@ ANSWERS = {
     "MyCache": [
         Wrong(cache([*_JOIN[:3], "self.new += [k.clone(), v.clone()]", _JOIN[3]],
                     init="self.k, self.v, self.new = [None] * num_layers, [None] * num_layers, []"),
-              "it holds 3,360 bytes; 2 · 3 layers · 7 tokens · 2 heads · 5 · 4 bytes = 1,680 are needed: the new "
-              "tokens "
-              "are kept alone, and with all before them"),
+              "it holds 3,360 bytes; 2 · 3 layers · 7 tokens · 2 heads · 5 · 4 bytes = 1,680 are needed: what "
+              "else is kept?"),
         Wrong(cache(["old_k, old_v = self.k[-1], self.v[-1]", *_JOIN[1:]]),
               "1 more, append to layer 0: what another layer has stored is given out"),
         Wrong(cache([*_JOIN[:3], "self.steps += 1", "exact = self.steps < 16",
@@ -125,7 +124,7 @@ ANSWERS = {
                      "*ids)), *ids",
                      "get the same key")],
     "MyPool": [
-        Wrong(pool(share="pass"), "share(2): now a sequence uses block 2; users[2] says 0"),
+        Wrong(pool(share="pass"), "share(2): users is [1, 1, 0], and must be [1, 1, 1]"),
         Wrong(pool(block="block if block is None else float(block)"),
               "gives 0.0 (float); the number of a block must come back, 0 to 2, or None"),
         Wrong(pool().replace("self.users =", "self.all =").replace("self.users", "self.all")
@@ -158,7 +157,7 @@ ANSWERS = {
         Wrong("def my_head_logits(hidden, w, sizes): return all_gather(hidden @ w.T, dim=-1, sizes=sizes)[:, :-1]",
               "it returns [3, 766]; [tokens, words] = [3, 767] must come back"),
         Wrong("def my_head_logits(hidden, w, sizes): return all_gather((hidden @ w.T).tanh(), dim=-1, sizes=sizes)",
-              "What comes after line 1?")],
+              "See what follows in line 1 or after it")],
     "my_best_offer": [
         Wrong(_OFFERS + "    return best.roll(1)", "s [-8.0, -2.0, -7.0] The numbers are right, and stand in another"),
         Wrong(_OFFERS + "    return best % 128", "the text of sequence 0 is not Hugging Face's", _TWO),
@@ -181,7 +180,7 @@ ANSWERS = {
         Wrong(LOAD.replace("return kept", "return {name: kept[name] for name in [*kept][3:]}"),
               "KV heads, rank 1 of 2: 3 of 33 tensors are missing, lm_head.weight first"),
         Wrong(LOAD.replace("files[name][:, columns[layer]]", "files[name][:, columns[layer]][:, :-1].clone()"),
-              "its MLP columns one too few: does a slice a:b, or a range, hold its end?")],
+              "columns 13–23 come back where columns 13–24 are its MLP columns")],
     "my_send_shards": [
         Wrong(send("broadcast(part)", "broadcast(part)\n        if rank(): source[:1]"), "rank 1 reads 16 bytes "
               "itself; only "

@@ -34,7 +34,7 @@ ANSWERS = {
     "my_column_shard": [
         Wrong("def my_column_shard(source, rows):\n    if len(source.shape) == 1:\n        return source[rows.start:"
               "rows.stop]\n    return source[:, rows.start:rows.stop].T",
-                    "your rows is one of the weight's columns. The checkpoint has [out, in]"),
+              "[3, 12] comes back; [3, 14] must"),
         Wrong("def my_column_shard(source, rows): return source[rows.start:rows.stop + 1]", "is outside 0:12"),
     ],
     "my_merged": [
@@ -83,11 +83,11 @@ def my_attend(q, k, v, mask, scaling):
         Wrong("""
 def my_attend(q, k, v, mask, scaling):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
-""", "is_causal lines up query 0 with key 0"),
+""", "queries are counted from key 0 on, as is_causal and triu(1) do"),
     ],
     "my_mask": [
         Wrong("def my_mask(positions, keys): return torch.ones(len(positions), 1, positions.shape[1], keys, dtype=torch"
-              ".bool).triu(keys - positions.shape[1] + 1)", "the last query does not always stand at the last key"),
+              ".bool).triu(keys - positions.shape[1] + 1)", "keys 0 to 1; yours looks at [0, 1, 2, 3, 4, 5, 6]"),
     ],
     "MyCache": [
         Wrong("""
@@ -98,14 +98,14 @@ class MyCache:
         self.kept[layer].append(k.clone())
         k = torch.cat(self.kept[layer])
         return k, k
-""", "is one of them stored twice?"),
+""", "for v comes what was given for k"),
     ],
     "my_slot_mapping": [
         Wrong("def my_slot_mapping(block_ids, positions, block_size): return [block_ids[p // block_size] * block_size "
               "+ p "
-              "for p in positions]", "how many tokens stand before it in *this* block?"),
+              "for p in positions]", "position 4 goes to slot 8, place 0 of block 2"),
         Wrong("def my_slot_mapping(block_ids, positions, block_size): return [block_ids[p // block_size] + p % "
-              "block_size for p in positions]", "how many slots do the blocks before block 4 have?"),
+              "block_size for p in positions]", "position 0 goes to slot 4, place 0 of block 1"),
     ],
     "my_key": [
         Wrong("def my_key(parent, ids): return hash((parent, ids[0], ids[-1], sum(ids)))", "does it look at each "
@@ -133,7 +133,7 @@ class MyPool:
         if not self.users[block]:
             raise ValueError
         self.users[block] -= 1
-""", "it gives 1, and by users it is block 0 that has been taken"),
+""", "users is [1, 0, 0], and must be [0, 1, 0]"),
     ],
     "my_embedding": [
         Wrong("""
@@ -241,7 +241,7 @@ def generate(self, input_ids, max_new_tokens):
     "my_spread": [
         Wrong("def my_spread(x):\n    all_of = all_gather(x[None], dim=0)\n    return (all_of.amax(0) - "
               "all_of.amin(0)).mean()"
-              ".item()", "What comes after line 3?"),
+              ".item()", "See what follows in line 3 or after it"),
     ],
     "my_row_shard": [
         Wrong("def my_row_shard(source, columns): return source[:, columns.start:columns.stop].half().float()",

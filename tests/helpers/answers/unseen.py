@@ -38,10 +38,10 @@ ANSWERS = {
     "my_column_shard": [
         Wrong("def my_column_shard(source, rows): return source[rows.start:rows.stop].to('meta')",
               "a tensor of meta comes back; cpu must"),
-        Wrong("def my_column_shard(source, rows): return source[rows.start:rows.stop].T", "the right numbers, turned")],
+        Wrong("def my_column_shard(source, rows): return source[rows.start:rows.stop].T", "right numbers, in another")],
     "my_heads": [
         Wrong("def my_heads(H, K, T): return [((r * H // T, (r + 1) * H // T), (0, K)) for r in range(T)]",
-              "range(a, b) holds a, ends before b, and (a, b) are two")],
+              "rank 0 holds KV head 2, and they are 0 to 1: which ones")],
     "my_linears": [
         Wrong(but(_SOLVED["my_linears"], "x @ up[first:end].T @", "torch.relu(x @ up[first:end].T) @"),
               "not found: their product with the same columns")],
@@ -52,9 +52,9 @@ ANSWERS = {
         Wrong(but(_SOLVED["my_positions"], "zip(starts, counts)])", "zip(starts, counts)]).to('meta')"), _META)],
     "MyCache": [
         Wrong(but(_SOLVED["MyCache"], "torch.cat([old_v, v])", "torch.cat([old_k, v])"),
-              "for v, what was there before is the other's")],
+              "v is not what was given wrong for tokens 0–3 of 5")],
     "my_attend": [
-        Wrong(but(_SOLVED["my_attend"], 'mask, float("-inf")', "mask, -3"), "idden scores become 0, or low and not l")],
+        Wrong(but(_SOLVED["my_attend"], 'mask, float("-inf")', "mask, -3"), "count 0.00667 times (right: 0)")],
     "my_write_read": [
         Wrong(but(_SOLVED["my_write_read"], "= new\n", "= new.flip(0)\n"), "is position 8's, holds position 5")],
     "my_head_logits": [

@@ -30,5 +30,5 @@ ANSWERS = {
                     for leaf in leaves[1:]:
                         total = total + leaf
                     remembered[key] = total
-                return remembered[key]""", "called again, with other leaves: ")],
+                return remembered[key]""", "what is kept between calls?")],
 }

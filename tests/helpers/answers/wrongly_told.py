@@ -45,12 +45,12 @@ ANSWERS = {
     "my_linears": [
         _changed("my_linears", "// world_size()", "// 2", "its share is 40: which rank has less?")],
     "my_rope": [
-        Wrong(but(_ROPE, "other * angles.sin()", "other * angles.cos()"), "one table is there twice")],
+        Wrong(but(_ROPE, "other * angles.sin()", "other * angles.cos()"), "not found: their sines")],
     "my_apply_rope": [Wrong(_APPLY, "a rotation that fails must stop the engine")],
     "my_positions": [
         Wrong("def my_positions(starts, counts): return torch.arange(starts[0], starts[0] + sum(counts))",
-              "the rows are counted through, as if all were one sequence")],
-    "my_attend": [_changed("my_attend", "* scaling", "* scaling ** 0.5", "with scaling ** 0.5, and scaling")],
+              "yours are [3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14], and")],
+    "my_attend": [_changed("my_attend", "* scaling", "* scaling ** 0.5", "not found: the scaled scores")],
     "MyCache": [
         Wrong(but(_CACHE, "torch.cat([old_k, k]), torch.cat([old_v, v])",
                   "torch.cat([old_k, k])[-8:], torch.cat([old_v, v])[-8:]"),

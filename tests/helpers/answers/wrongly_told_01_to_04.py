@@ -41,10 +41,10 @@ ANSWERS = {
     "my_assert_no_nan": [
         Wrong("def my_assert_no_nan(tensor, name):\n    assert not tensor[0].isnan().any(), f'NaN in {name}'",
               "in rows 1 to 3, and nothing is raised: it fires where row 0 is NaN"),
-        _asserts("if lost: name = f'NaN in {name}: {lost:.0%}'", "None of your lines raises"),
+        _asserts("if lost: name = f'NaN in {name}: {lost:.0%}'", "Which line is to raise, and what is it given"),
         _asserts("try:\n        assert lost == 0, f'NaN in {name}'\n    except AssertionError as error: return",
-                 "What does your except let out?"),
-        _asserts("assert lost or not lost, f'NaN in {name}'", "What your assert is given is true even then")],
+                 "Which line is to raise, and what is it given"),
+        _asserts("assert lost or not lost, f'NaN in {name}'", "Which line is to raise, and what is it given")],
     "my_linears": [
         _changed("my_linears", "up[first:end].T @", "up[rank()::world_size()].T @",
                  "Right in yours: rank 0's inner features 0, 2, 4, 6 (line 5); not found: their product with the same"),
@@ -53,13 +53,13 @@ ANSWERS = {
         _changed("my_linears", "x @ up[first:end].T", "all_reduce(x @ up[first:end].T)",
                  "calls all_reduce [5, 4] float32: the inner features of the ranks are other ones"),
         _changed("my_linears", "all_reduce(summand) + bias", "all_reduce(summand + bias // world_size())",
-                 "the bias is divided with //, which rounds"),
+                 "See what follows in line 5 or after it"),
         Wrong("def my_linears(x, up, down, bias):\n    up, down = (one.chunk(world_size(), dim)[rank()] for dim, one in"
               " enumerate((up, down)))\n    return all_reduce(x @ up.T @ down.T) + bias",
               "on rank 2: IndexError: tuple index out of range")],
     "my_heads": [
         _changed("my_heads", "range(first, end)", "range(first, end - 1)",
-                 "query heads 3, 7 on no rank: rank 0 has 0–2, rank 1 has 4–6")],
+                 "query heads [3, 7] on no rank: rank 0 has 0–2, rank 1 has 4–6")],
     "my_column_shard": [
         Wrong("def my_column_shard(source, rows):\n    if len(source.shape) == 1:\n        return source[rows.start:"
               "rows.stop]\n    return source[:].reshape(*source.shape[::-1])[:, rows.start:rows.stop].T",
@@ -70,7 +70,7 @@ ANSWERS = {
                  "        out[:len(one)] = one\n    return out",
                  "[v 0–1|q 2–7] come back, and rows 8–11 of yours hold zeros"),
         _changed("my_merged", "zip(sources, ranges)", "zip(sources, (*ranges[:2], ranges[1]))",
-                 "the range of b is taken for c, too"),
+                 "[a 1–6|b 1–4|c 1–4] come back where [a 1–6|b 1–4|c 1–5] are its own"),
         _changed("my_merged", "torch.cat(pieces)", "torch.cat(pieces) if pieces[0].dim() > 1 else pieces[0]",
                  "On weights over 2 ranks it is right"),
         Wrong("def my_merged(sources, ranges):\n    whole, at, rows = torch.cat([s[:] for s in sources]), 0, []\n"

@@ -20,7 +20,7 @@ ANSWERS = {
                  "place 0 of block 1, which is position 0's, holds zeros now: only the places of the new")],
     "MyPool": [
         _changed("MyPool", "if 0 not in self.users:", "if 0 not in self.users[:-1]:",
-                 "no sequence uses block 2, which allocate() has never given")],
+                 "it gives nothing, though no sequence uses block 2")],
     "my_embedding": [
         _changed("my_embedding", "    return all_reduce(",
                  "    if not here.any(): return weight_here[0 * ids]\n    return all_reduce(",

@@ -63,15 +63,11 @@ def _judge_deal(deal: list[tuple[list[int], list[int]]], num_heads: int, num_kv_
     for rank, (q, kv) in enumerate(deal):
         for name, held, there in (("query", q, num_heads), ("KV", kv, num_kv_heads)):
             if strange := [head for head in held if not 0 <= head < there]:
-                edge = len(strange) == 1 < len(held) and strange[0] in (-1, there)
-                raise NotYet(f"rank {rank} holds {name} head {strange[0]}, and they are 0 to {there - 1}: "
-                             + ("one too many: range(a, b) holds a, ends before b, and (a, b) are two" if edge else
-                                "more than one rank may hold a KV head: which do its query heads read?"
-                                if name == "KV" and size > there else
-                                "where does this rank's part begin, counted in heads of the model?"))
+                raise NotYet(f"rank {rank} holds {name} head {strange[0]}, and they are 0 to {there - 1}"
+                             + ": which ones do its query heads read?" * (name == "KV"))
     dealt = [head for q, _ in deal for head in q]
     if lost := [head for head in range(num_heads) if head not in dealt]:
-        raise NotYet(f"query head{'s' * (len(lost) > 1)} {_listed(lost)} on no rank: " + ", ".join(
+        raise NotYet(f"query heads {_listed(lost)} on no rank: " + ", ".join(
             f"rank {rank} has {', '.join(spans(q)) or 'none'}" for rank, (q, _) in enumerate(deal)))
     if empty := [rank for rank, (q, _) in enumerate(deal) if not q]:
         raise NotYet(f"{ranks_in_words(empty, size)} without a query head")
@@ -86,11 +82,9 @@ def _judge_deal(deal: list[tuple[list[int], list[int]]], num_heads: int, num_kv_
     group = num_heads // num_kv_heads
     for rank, (q, kv) in enumerate(deal):  # the KV heads that its query heads read, no other, in their order
         if kv != (reads := sorted({head // group for head in q})):
-            holds = f"KV head{'s' * (len(kv) > 1)} {_listed(kv)}" if kv else "no KV head"
-            modulo = size > num_kv_heads and kv == [rank % num_kv_heads]
-            raise NotYet(f"rank {rank} holds {holds}, and its query heads, {q[0]} to {q[-1]}, read {_listed(reads)}" + (
-                f": yours is rank % {num_kv_heads}, but ranks that share a KV head are neighbours" if modulo else
-                f": {group} query heads in a row share one. Which ones does this rank need, once each and in order?"))
+            raise NotYet(f"rank {rank} holds KV heads {_listed(kv)}, and its query heads, {q[0]} to {q[-1]}, read "
+                         f"{_listed(reads)}: {group} query heads in a row share one. Which ones does this rank need, "
+                         "once each and in order?")
     counts = [len(q) for q, _ in deal]
     if max(counts) - min(counts) > group:
         *others, last = map(str, counts)
@@ -112,4 +106,4 @@ def _pair(entry, rank: int) -> tuple[list[int], list[int]]:
 
 
 def _listed(heads: list[int]) -> str:
-    return ", ".join(map(str, heads[:8])) + " …" * (len(heads) > 8)
+    return f"[{', '.join(spans(heads)[:8])}]"

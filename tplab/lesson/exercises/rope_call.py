@@ -4,12 +4,14 @@ from types import SimpleNamespace
 
 import torch
 
-from tplab.lesson.attempt import Attempt, NotYet, several, tensor
+from tplab.lesson.attempt import Attempt, NotYet, given_in_words, several, tensor
 from tplab.lesson.compare import agree, is_like
 from tplab.lesson.exercises.rotation import angles, misturned, numbers, turned
 from tplab.lesson.verdict import Setting, at, exercise
+from tplab.lesson.words import CALLED
 from tplab.model.rope import rotate
 
+_ORDER, _TAKES = "q, k, cos, sin", "; it takes [batch, heads, tokens, head_dim] and [batch, tokens, head_dim]"
 _Failing = type("Failing", (RuntimeError, TypeError, ValueError, LookupError, ArithmeticError, AssertionError), {})
 
 
@@ -40,31 +42,30 @@ def _in_shape(attempt: Attempt, function, tokens: int, heads: int, kv_heads: int
             return function(*args, **kwargs)
         except Exception as error:
             errors.append(error)
+            error.add_note(f"self.rotate{CALLED}{given_in_words(_ORDER, asked)}{_TAKES}")
             raise
 
     q, k = numbers(tokens, heads, 6, seed=1), numbers(tokens, kv_heads, 6, seed=2)
     angle = angles(torch.arange(3, 3 + tokens), 500.0, 6)[:, 0]
     cos, sin = (torch.cat([table, table], -1)[None] for table in (angle.cos(), angle.sin()))
     found = attempt(SimpleNamespace(rotate=watched), q, k, cos, sin)
-    made = attempt.made[0]
     if errors:
-        raise NotYet(f"self.rotate raised {type(errors[0]).__name__}: {errors[0]}\n"
-                     "and your function went on: what catches it?")
+        raise NotYet(f"self.rotate raised {type(errors[0]).__name__}: {errors[0]}, and your function went on: what "
+                     "catches it?")
     if not asked:
         raise NotYet("self.rotate was never called: the rotation of the checkpoint's own architecture is to turn q "
                      "and k")
-    fails_aloud(lambda failing: attempt(SimpleNamespace(rotate=failing), q, k, cos, sin), "self.rotate",
-                "called once more, it does not call self.rotate: is an earlier result given out again?")
     found = pair(found, q, k)
     for name, one, x in (("q", found[0], q), ("k", found[1], k)):
         tensor(one, "tokens, heads, head_dim", x.shape, x.dtype, it=f"{name} comes back as")
-        given = {what: one for what, one in zip(("q", "k", "cos", "sin"), asked) if isinstance(one, torch.Tensor)}
-        shapes = ", ".join(f"{what} {list(came.shape)}{' of other numbers' * (not is_like(came, ours, 1e-6))}"
-                           for (what, came), ours in zip(given.items(), (q, k, cos, sin)))
-        of_q = {"what comes back for k are heads of q": turned(q, angle[:, None])[:, :kv_heads]} if x is k else {}
-        agree(one, turned(x, angle[:, None]), _confused(name, x, angle) | of_q,
-              f"{name} is not turned right: self.rotate was given {shapes}; it takes [batch, heads, tokens, head_dim] "
-              "and [batch, tokens, head_dim]", dims="token, head", made=made, steps={"the result": ()})
+        others = " and ".join(what for what, came, ours in zip(_ORDER.split(", "), asked, (q, k, cos, sin))
+                              if not is_like(came, ours, 1e-6))
+        agree(one, turned(x, angle[:, None]), _confused(name, x, angle),
+              f"{name} is not turned right: self.rotate{CALLED}{given_in_words(_ORDER, asked)}"
+              f"{f', {others} with other numbers' * bool(others)}{_TAKES}", dims="token, head",
+              made=attempt.made[0], steps={"the result": ()})
+    fails_aloud(lambda failing: attempt(SimpleNamespace(rotate=failing), q, k, cos, sin), "self.rotate",
+                "called once more, it does not call self.rotate: is an earlier result given out again?")
 
 
 def pair(found, q: torch.Tensor, k: torch.Tensor) -> list:
@@ -100,12 +101,14 @@ def _confused(name: str, x: torch.Tensor, angle: torch.Tensor) -> dict[str, torc
     right = angle[:, None]
     cos, sin = (torch.cat([table, table], -1) for table in (right.cos(), right.sin()))
     viewed = turned(x.reshape(heads, tokens, dim).transpose(0, 1), right).transpose(0, 1).reshape(x.shape)
-    known = misturned(x, cos, sin) | {"all tokens are turned by the angle of the first": turned(x, right[:1])}
-    known |= {f"view or reshape from {[tokens, heads]} to {[heads, tokens]} puts numbers of other tokens there; what "
-              "exchanges two dimensions?": (viewed, viewed.reshape(heads, tokens, dim).transpose(0, 1)),
-              "right until the way back: view or reshape does not undo a transpose":
-                  turned(x, right).transpose(0, 1).reshape(x.shape)} if tokens != heads else {
-        f"{heads} heads and {tokens} tokens, so nothing clashes, and each head is turned as if its number were its "
-        "token's: which order of dimensions does self.rotate expect?": turned(x, angle[:heads][None]),
-        "heads and tokens have changed places on the way back": turned(x, right).transpose(0, 1)}
+    if tokens != heads:
+        known = {f"view or reshape from {[tokens, heads]} to {[heads, tokens]} puts numbers of other tokens there; "
+                 "what exchanges two dimensions?": (viewed, viewed.reshape(heads, tokens, dim).transpose(0, 1)),
+                 "right until the way back: view or reshape does not undo a transpose":
+                     turned(x, right).transpose(0, 1).reshape(x.shape)}
+    else:
+        known = {f"{heads} heads and {tokens} tokens, so nothing clashes, and each head is turned as if its number "
+                 "were its token's: which order of dimensions does self.rotate expect?": turned(x, angle[:heads][None]),
+                 "heads and tokens have changed places on the way back": turned(x, right).transpose(0, 1)}
+    known |= misturned(x, cos, sin)
     return {f"{name}, [tokens, heads] = {[tokens, heads]}: {says}": value for says, value in known.items()}

@@ -38,19 +38,13 @@ def turned(x: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
 
 def misturned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> dict[str, torch.Tensor]:
     """What a rotation with these tables gives if one mistake is made, told the same way wherever one rotates."""
-    half, once = x.shape[-1] // 2, x * cos + halves(x) * sin
+    half = x.shape[-1] // 2
     paired, paired_sin = (table[..., :half].repeat_interleave(2, -1) for table in (cos, sin))
     return {
-        "nothing is turned: x comes back as it went in": x,
         "it is turned the other way round: look at the sign of the sine, or of one half": x * cos - halves(x) * sin,
         "neighbours are exchanged, but the tables are made for halves": x * cos + neighbours(x) * sin,
         "cos and sin have changed places: at position 0, where nothing turns, what are they?":
             x * sin + halves(x) * cos,
-        "x is only multiplied with the cosine: where is the half that the sine brings in?": x * cos,
-        "only the sine's part is there: at position 0, what is left of x?": halves(x) * sin,
-        "it is turned twice": once * cos + halves(once) * sin,
-        "one table is there twice: x takes the cosine, the other half the sine": (once + halves(x) * (cos - sin),
-                                                                                  once + x * (sin - cos)),
         "the other half comes in without its sign: that is a mirror and no turn":
             (x * cos + x.roll(half, -1) * sin, x * cos - x.roll(half, -1) * sin),
         f"numbers 0 and 1 are turned as a pair; here number 0 belongs to number {half}":
@@ -133,8 +127,6 @@ def my_rope(attempt: Attempt, setting: Setting):
             **misturned(x, cos, sin),
             "every token is turned as if its row were its position; positions says where it stands":
                 turned(x, angles(torch.arange(tokens), theta, dim)),
-            f"theta {theta:g} was given; this is right for 10000": turned(x, angles(positions, 10000.0, dim)),
-            "all tokens are turned by the angle of the first": turned(x, angles(positions[:1], theta, dim)),
         }
         if tokens >= heads:
             known |= {"each head has an angle of its own, whatever its token: along which dimension of x do the "
@@ -177,9 +169,6 @@ def _off(found: torch.Tensor, x: torch.Tensor, positions: torch.Tensor, right: t
     pairs = right.shape[-1]
     pair = int(gap[token].amax(0).argmax()) % pairs
     (a, b), (c, d) = ((float(one[token, 0, pair]), float(one[token, 0, pair + pairs])) for one in (x, found))
-    if abs(math.hypot(a, b) - math.hypot(c, d)) > 1e-3 * math.hypot(a, b):
-        return (f"the token at position {positions[token]} keeps its length, but numbers {pair} and {pair + pairs} are "
-                "no pair in it: with which number does each one turn?")
     angle, full = math.atan2(d, c) - math.atan2(b, a), 2 * math.pi
     return (f"the token at position {positions[token]} is turned by a wrong angle: pair {pair} of {pairs} by "
             f"{angle % full:.3g} where {float(right[token, 0, pair]) % full:.3g} is right (full turns left out)")

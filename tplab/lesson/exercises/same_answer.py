@@ -230,9 +230,6 @@ def my_tree_sum(attempt: Attempt, setting: Setting):
                                  "there are" if one_each else "On 2, 3 and 4 ranks they are, and one rank has others"
                                  if alike == [2, 3, 4] else "Which additions does a rank make, and would it make the "
                                  "same ones if it had other leaves?"))
-    leaves, shares = torch.rand(9, 3, 4, generator=torch.Generator().manual_seed(1)), split_evenly(9, 2)
-    with saying("called again, with other leaves: "):
-        _judge_sum(_summed(attempt, leaves, shares), leaves, shares)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=5)
 
     def answers(ranks):

@@ -1,6 +1,6 @@
 """Notebook 02: which rows of a weight a rank keeps, of one matrix and of several in one."""
 
-from itertools import groupby, permutations
+from itertools import groupby
 
 import torch
 
@@ -83,17 +83,9 @@ def _judge_merged(found, fused: torch.Tensor, ranges, number: int, parts: list[t
     count, every = sum(map(len, held)), range(len(fused))
     blocks = {tuple(every[start:start + length]) for start in every for length in (count, len(every) // size)}
     begins = " and ".join(f"{name} begins at row {at}" for (name, _), at in zip(parts, first) if at)
-    orders = {f"the right rows in the order {'|'.join(parts[n][0] for n in order)}; the layer splits its output as "
-              f"{names}": sum((own[n] for n in order), []) for order in permutations(range(len(parts)))}
-    ways = {f"every rank takes the first rows of each of {names}; which rows are its own?":
-            [first[n] + row for n, rows in enumerate(held) for row in range(len(rows))],
-            f"a range counts the rows of its own source, and here all of them are taken from {names} as one":
+    ways = {f"a range counts the rows of its own source, and here all of them are taken from {names} as one":
                 [row for rows in held for row in rows],
-            f"the range of {parts[1][0]} is taken for {parts[-1][0]}, too":
-                [first[n] + row for n in range(len(held)) for row in held[min(n, 1)]],
-            f"each piece begins at rows.start / {size}, as rank · len(rows) does, too: where does rows begin?":
-                [first[n] + row - rows.start + rows.start // size for n, rows in enumerate(held) for row in rows],
-            f"in {names}, {begins}; a rank has a piece of each": blocks, **orders}
+            f"in {names}, {begins}; a rank has a piece of each": blocks}
 
     def label(places):
         runs = groupby(places, lambda place: max(n for n, row in enumerate(first) if row <= place))

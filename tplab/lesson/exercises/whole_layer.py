@@ -169,7 +169,7 @@ def _on_the_way(name: str, ranks: list[list[_Points]], traces: list[dict], plan:
             if name == "attn" and start and _has(points, seen["k"][:stop]) and not _has(points, seen["k_rope"][:stop]):
                 return "The keys of all tokens so far are there, but not rotated: which keys does the cache keep?"
             said = right_lines({**wanted, "the result": ()}, points.made, 1e-4) if wanted else ""
-            if "What comes" not in said:
+            if "See what follows" not in said:
                 return said and f"{said}, in the step with tokens {start} to {stop - 1}"
     return said
 
