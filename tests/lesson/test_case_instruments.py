@@ -45,7 +45,7 @@ def asked(monkeypatch):
 
 def test_the_reported_run_or_another_one_is_traced(asked):
     case, common = opened(), {"tensor_parallel_size": 2, "patches": ()}
-    assert case.align() == case.align([7, 8], dtype="float64") == case.align(tensor_parallel_size=1) == "a report"
+    assert case.align() == case.align([[7, 8]], dtype="float64") == case.align(tensor_parallel_size=1) == "a report"
     assert asked == [("align", [IDS[:26]], common), ("align", [[7, 8]], {**common, "dtype": "float64"}),
                      ("align", [IDS[:26]], {**common, "tensor_parallel_size": 1})]
     assert case.runs_left == 5 and nothing_is_patched()

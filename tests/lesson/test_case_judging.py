@@ -218,9 +218,10 @@ def test_a_repair_is_places_and_functions():
                                              (None, None), ("len", None), ({}, None)])
 def test_some_cases_are_mended_by_one_function(given, function):
     if function:
-        assert repairing._only(given) is function
+        assert repairing.functions(given) == [function]
     else:
-        assert refused(repairing._only, given) == "the repair of this case is one function"
+        made = case(file=replace(FILE, examine=pytest.fail))
+        assert repairing.judge_repair(made, given) == "the repair of this case is one function"
 
 
 def test_what_examines_a_function_says_what_is_wrong(monkeypatch, capsys):

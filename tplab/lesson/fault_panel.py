@@ -13,8 +13,6 @@ from tplab.show.figures.diffs import diff_figure, finding
 from tplab.show.figures.style import image_html, show_with_words
 from tplab.show.phrases import ShowError, describe_report
 
-HEALTHY = "nothing ticked"
-
 
 class Panel:
     """Checkboxes for the faults, a choice of ranks, the prompt, and the diff against Hugging Face beside, along the
@@ -94,7 +92,7 @@ class Panel:
                                                                  *self._shared()])])
 
     def _label(self) -> str:
-        what = " + ".join(fault.name for fault in self.ticked) or HEALTHY
+        what = " + ".join(fault.name for fault in self.ticked) or "nothing ticked"
         return f"{what}, {counted(self._tp.value, 'rank')}"
 
     def _shared(self) -> list[str]:

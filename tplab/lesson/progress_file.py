@@ -73,11 +73,13 @@ def note(name: str, answer: Callable, passed: bool) -> None:
             one = kept.setdefault(name, {"answers": []})
             if "solved" in one and not passed:
                 return
-            if "solved" not in one and (key := _key(answer)) not in one["answers"]:
+            code = source(answer)
+            key = hashlib.sha256(str(code).encode()).hexdigest()[:12]
+            if "solved" not in one and key not in one["answers"]:
                 one["answers"].append(key)
             if passed:
                 now = {"solved": time.strftime("%Y-%m-%d %H:%M"), "tries": len(one["answers"])}
-                kept[name] = now | one | {"code": source(answer)}
+                kept[name] = now | one | {"code": code}
             write_file(path(), lambda new: new.write_text(json.dumps(kept, indent=1), encoding="utf-8"))
     except (TplabError, OSError) as error:  # a lock that is never given back is an OSError, too
         print(f"(progress is not kept: {error})")
@@ -103,22 +105,11 @@ def clear_progress() -> None:
 
 def source(answer: Callable) -> str | None:
     """The whole cell that defines ``answer``, or its own lines where that is a file's; None if they are not known."""
-    codes = _codes(answer)
+    codes = [one.__code__ for one in (vars(answer).values() if isinstance(answer, type) else [answer])
+             if hasattr(one, "__code__")]
     file = codes[0].co_filename if codes else ""
     try:
         code = dedent(inspect.getsource(answer)) if os.path.exists(file) else "".join(linecache.getlines(file))
     except (OSError, TypeError):
         return None
     return code if 0 < len(code) <= _LONGEST else None
-
-
-def _codes(answer: Callable) -> list:
-    return [one.__code__ for one in (vars(answer).values() if isinstance(answer, type) else [answer])
-            if hasattr(one, "__code__")]
-
-
-def _key(answer: Callable) -> str:
-    """The answer's code, so that judging it twice is one try."""
-    text = repr([(one.co_code, one.co_names, [c for c in one.co_consts if isinstance(c, str | int | float | tuple)])
-                 for one in _codes(answer)])
-    return hashlib.sha256(text.encode()).hexdigest()[:12]

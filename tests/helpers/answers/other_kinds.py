@@ -24,7 +24,7 @@ _OF_TENSORS = [("    return right({takes}).numpy()", "a numpy array ["),
                ("    return right({takes}),", "returns a tuple of 1"),
                ("    right({takes})\n    return right", "returns the function {name} itself")]
 _NAN = {"my_linears": "is nan, and", "my_rope": "nan times as long", "my_head_logits": "0.4312 is right",
-        "my_embedding": "NaN", "my_attend": "100% NaN", "my_spread": "on rank 0 it says nan, the largest difference",
+        "my_embedding": "NaN", "my_attend": "100% NaN", "my_spread": "on rank 0 it says nan; the largest difference",
         "my_mean": "on rank 0 it says nan; the mean", "mask_scores": "100% NaN",
         "my_additive_mask": "100% NaN",
         "my_column_shard": "stand nowhere in the file", "my_merged": "stand nowhere in the file"}

@@ -186,7 +186,7 @@ ANSWERS = {
               "itself; only "
               "rank 0 has the files")],
     "my_spread": [
-        Wrong(_SPREAD + "    return gap.half().item()", "at the final norm of fable without its sums, rank 0 says ",
+        Wrong(_SPREAD + "    return gap.half().item()", "says 4.101562; the largest difference between two ranks is ",
               _TWO),
         Wrong(_SPREAD + "    return gap.item() > 0", "on rank 0 it returns False (bool); a number must come back"),
         Right(_SPREAD + "    return gap.nan_to_num(float('inf'))")],

@@ -37,7 +37,7 @@ ANSWERS = {
               "position 0 goes to slot 12, place 0 of block 3")],
     "my_spread": [
         Wrong("def my_spread(x): return (x - broadcast(x.clone())).abs().max().item()",
-              "on rank 0 it says 0, the largest difference between two ranks is 1.75")],
+              "on rank 0 it says 0; the largest difference between two ranks is 1.75")],
     "my_agree": [
         Wrong("def my_agree(work):\n    ok = torch.ones(world_size())\n    try:\n        work()\n    except "
               "Exception:\n        ok[rank()] = 0\n    return (all_reduce(ok) == 0).nonzero().flatten().tolist()",

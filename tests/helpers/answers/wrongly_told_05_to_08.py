@@ -49,7 +49,7 @@ ANSWERS = {
               "        mine += [one] if row in ranges[rank()] else []\n"
               "    return torch.cat([torch.empty(0, *source.shape[1:], dtype=source.dtype), *mine])")],
     "my_spread": [
-        _changed("my_spread", "x[None]", "x", "it says 9.5: so much do rows differ, also those of one rank"),
+        _changed("my_spread", "x[None]", "x", "So much do rows differ, also those of one rank"),
         _changed("my_spread", "    versions", "    if not x.any(): return 0.0\n    versions",
                  "Here rank 0 holds zeros: every rank comes")],
     "my_mean": [

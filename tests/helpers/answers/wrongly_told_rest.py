@@ -34,7 +34,7 @@ ANSWERS = {
               "new = torch").replace(", None, []", ", []").replace("held = self", "kept[0] = self").replace(
               "positions, held)", "positions, kept[0])"), "call 1 is given a cache of 8 tokens, and a new text beg")],
     "kv_share": [
-        Wrong(but(SHARE, "return low, held", "return held, low"), "how many stands where the first KV head is asked")],
+        Wrong(but(SHARE, "return low, held", "return held, low"), "(1, 0, tensor([4])) repeats KV heads to []")],
     "my_decode_bytes": [
         _changed("my_decode_bytes", "config.head_dim", "config.hidden_size // config.num_heads",
                  "With twice the head_dim, 68,428,800 bytes are added, and yours adds nothing"),
@@ -123,7 +123,7 @@ def my_expert_share(num_experts, intermediate_size, tensor_parallel_size, enable
         _changed("MyLayer", "F.silu(x @ self.gate.T) * (x @ self.up.T)", "F.silu(x @ self.up.T) * (x @ self.gate.T)",
                  "mlp_act is act(up) × gate: gate and up were taken for each other"),
         _changed("MyLayer", "self.k[:, self.here.kv_for_q], self.v[:, self.here.kv_for_q]", "self.k, self.v",
-                 "here.q_heads range(0, 6), here.kv_heads range(0, 2), here.kv_for_q (0, 0, 0, 1, 1, 1)")],
+                 "here.q_heads range(0, 8), here.kv_heads range(0, 2), here.kv_for_q (0, 0, 0, 0, 1, 1, 1, 1)")],
     "MyRows": [
         Wrong("""
             class MyRows:

@@ -27,7 +27,7 @@ def judge_repair(case, repair, where: str | Sequence[str] = "", seed: int | None
     try:
         with one_thread_if_small(case.checkpoint.config):
             if file.examine is not None:
-                remark = limited(_examined, case, _only(repair), seed)
+                remark = limited(_examined, case, functions(repair), seed)
             else:
                 remark = limited(_examine, case, _patches(repair, where, case._places), seed)
     except NotYet as wrong:
@@ -53,21 +53,20 @@ def unseen(ckpt: Checkpoint, seed: int):
     return lambda count: torch.randint(ckpt.config.vocab_size, (count,), generator=generator).tolist()
 
 
-def _examined(case, function, seed: int) -> str:
+def _examined(case, repair: list, seed: int) -> str:
+    if len(repair) != 1 or not callable(repair[0]):
+        raise NotYet("the repair of this case is one function")
     try:
-        return case._file.examine(function, case.checkpoint, case.tensor_parallel_size, seed)
+        return case._file.examine(repair[0], case.checkpoint, case.tensor_parallel_size, seed)
     except ValueError as wrong:
         raise NotYet(str(wrong)) from wrong
     except Exception as error:  # of the learner's code
         raise NotYet(in_words(error)) from error
 
 
-def _only(repair):
-    """The one function of a repair."""
-    found = list(repair.values()) if isinstance(repair, Mapping) else listed(repair)
-    if len(found) != 1 or not callable(found[0]):
-        raise NotYet("the repair of this case is one function")
-    return found[0]
+def functions(repair) -> list:
+    """Those of a repair, however it is given."""
+    return list(repair.values()) if isinstance(repair, Mapping) else listed(repair)
 
 
 def _patches(repair, where, known: Sequence[str]) -> tuple[Patch, ...]:

@@ -1,6 +1,6 @@
 """``OpenCase``: a case as its learner has it: a sealed engine, the instruments on it, and runs that are counted."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import cycle, islice
 
@@ -12,9 +12,9 @@ from tplab.errors import TplabError
 from tplab.faults.cases import CASES, CaseFile, Trial, code_at, places
 from tplab.lesson import progress_file
 from tplab.lesson.answers import default_prompt, greedy
-from tplab.lesson.cases.answering import choices, judge_answer, listed, place_called
+from tplab.lesson.cases.answering import choices, judge_answer, place_called
 from tplab.lesson.cases.form import Form
-from tplab.lesson.cases.repairing import judge_repair
+from tplab.lesson.cases.repairing import functions, judge_repair
 from tplab.lesson.verdict import Verdict
 from tplab.lesson.words import NotYet
 from tplab.patch import applied
@@ -79,25 +79,22 @@ class OpenCase:
             return align_decode(self.checkpoint, trial.prompts, new_tokens=trial.new_tokens, **options)
         return align(self.checkpoint, trial.prompts, **options)
 
-    def _rows(self, prompts, else_these) -> list[list[int]]:
-        return check_prompts(self.checkpoint, prompts) if prompts else else_these
-
     def align(self, prompts=None, **options) -> AlignReport:
         """:func:`tplab.align.align` on the sealed engine, with the reported prompts if no others are given; one run."""
         with self.broken():
-            return self._run(Trial("", self._rows(prompts, self.trial.prompts)), **options)
+            return self._run(Trial("", prompts or self.trial.prompts), **options)
 
     def align_decode(self, prompts=None, new_tokens: int = 0, **options) -> AlignReport:
         """:func:`tplab.align.align_decode` on the sealed engine, as in the reported run if nothing else is said; one
         run."""
         with self.broken():
-            return self._run(Trial("", self._rows(prompts, self.trial.prompts), new_tokens or self.trial.new_tokens
-                                   or 5, {**self.trial.options, **options}))
+            return self._run(Trial("", prompts or self.trial.prompts, new_tokens or self.trial.new_tokens or 5,
+                                   {**self.trial.options, **options}))
 
     def generate(self, prompts=None, max_tokens: int = _NEW, **options) -> list[list[int]]:
         """The greedy token ids that the sealed engine writes behind each prompt; one run. ``options``: of the LLM."""
         with self.broken():
-            return self._written(self._rows(prompts, self._asked()), max_tokens, **options)
+            return self._written(check_prompts(self.checkpoint, prompts or self._asked()), max_tokens, **options)
 
     def _asked(self) -> list[list[int]]:
         """The reported prompts, without the tokens that a decode path is given."""
@@ -180,9 +177,8 @@ class OpenCase:
         if not (where or what or why):
             where, what, why = self._answered
         solved = self.answer(where, what, why).passed and not self.mend(repair, where)
-        functions = list(repair.values()) if isinstance(repair, Mapping) else listed(repair)
-        if callable(next(iter(functions), None)):
-            progress_file.note(self._file.name, functions[0], passed=solved)
+        if callable(first := next(iter(functions(repair)), None)):
+            progress_file.note(self._file.name, first, passed=solved)
         return solved
 
     def solution(self) -> None:
