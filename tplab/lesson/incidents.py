@@ -98,11 +98,11 @@ class Incidents:
         frame = pd.DataFrame({"before": self._before, "now": now})
         return Table(frame, pd.DataFrame({"before": False, "now": frame["now"] > frame["before"]}))
 
-    def figure(self, gives_up_after: float | None = None, title: str | None = None) -> Picture:
-        """Seconds until each failure was told, and its bound; ``gives_up_after``: seconds of ``torch.distributed``."""
+    def figure(self, title: str | None = None) -> Picture:
+        """Seconds until each failure was told, and its bound."""
         if not self.happened:
             raise ShowError("nothing has happened yet; provoke something first")
-        return incidents_figure(self.happened, gives_up_after, title)
+        return incidents_figure(self.happened, title)
 
 
 def _belongings(pool: RankPool) -> dict[str, int]:

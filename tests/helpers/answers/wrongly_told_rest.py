@@ -74,7 +74,13 @@ def my_expert_share(num_experts, intermediate_size, tensor_parallel_size, enable
                  "1 token, of which the ranks keep 1/0: rank 1 returned")],
     "my_overlapped_row_parallel": [
         _changed("my_overlapped_row_parallel", "weight.T", "(weight * (1 + rank())).T",
-                 "None of your lines makes rank 1's product of part 0")],
+                 "None of your lines makes rank 1's product of part 0"),
+        Wrong("def my_overlapped_row_parallel(x, weight, parts):\n    chunks, sums, work = x.chunk(parts), [], None\n"
+              "    buffer = x.new_empty(len(chunks[0]), len(weight))\n    for rows in (*chunks, None):\n        if "
+              "rows is not None: buffer[:len(rows)].copy_(rows @ weight.T)\n        if work: work.wait(); sums.append("
+              "buffer[:size].clone())\n        if rows is not None: work, size = all_reduce(buffer[:len(rows)], "
+              "async_op=True), len(rows)\n    return torch.cat(sums)",
+              "part 0's sum stands nowhere, and in its place stands what part 1 makes")],
     "my_two_buffers": [
         _changed("my_two_buffers", "    works, sums = [], []\n", "    works, sums, one = [], [], parts[0]\n",
                  "0 parts of no rows, 2 ranks: on every rank: IndexError"),
@@ -85,6 +91,11 @@ def my_expert_share(num_experts, intermediate_size, tensor_parallel_size, enable
         Wrong(_SOLVED["my_verdict"].replace("[place, ", "[place - 1, ").replace("s[place]", "s[place - 1]").replace(
               "t[place]", "t[place - 1]"), "the row before is read: each row has the logits from which its own token"),
         _changed("my_verdict", ".abs().max()", ".abs().mean()", "the mean of the changes is measured"),
+        Wrong(_SOLVED["my_verdict"].replace("    margin", "    row = min(place + 1, len(exact) - 1)\n    margin")
+              .replace("[place, ", "[row, ").replace("s[place]", "s[row]").replace("t[place]", "t[row]")
+              .replace(".max", ".mean"), "rounding can move a logit by the largest the row after is read"),
+        _changed("my_verdict", "    margin", "    exact = exact.to(logits.dtype)\n    margin",
+                 "`exact` is rounded to bfloat16 first"),
         _changed("my_verdict", "- exact[place])", "- exact[place].to(logits.dtype))", "`exact` is rounded to bfloat16"),
         Wrong(but(_SOLVED["my_verdict"], "<=", ">"), "'rounding' and 'bug' are exchanged"),
         _changed("my_verdict", "next((i for", "next((one.index(a) for", "the place is looked up by its token"),
@@ -94,6 +105,8 @@ def my_expert_share(num_experts, intermediate_size, tensor_parallel_size, enable
                  "On 2, 3 and 4 ranks they are, and one rank has others"),
         Wrong("def my_tree_sum(own, shares):\n    leaves = all_gather(own, dim=1, sizes=[own.shape[1]] * len(shares))\n"
               "    return leaves.sum(0)", "The leaves are dim 0, the tokens dim 1 and the hidden numbers dim 2"),
+        Wrong("def my_tree_sum(own, shares): return all_reduce(own.sum(0)).round(decimals=4)",
+              "is 0, and 6.732e-06 is right"),
         _changed("my_tree_sum", "    leaves = all", "    one = own[0]\n    leaves = all", "3 leaves on 4 ranks:")],
     "my_propose": [
         _changed("my_propose", "    size = len", "    last = token_ids[-1]\n    size = len", "tokens [], count 3:"),
@@ -149,5 +162,7 @@ def my_expert_share(num_experts, intermediate_size, tensor_parallel_size, enable
                     seen.append(number)
                 return seen""", "What ends it if the number that it waits for is not there yet, or not any more?")],
     "my_moe": [
+        _changed("my_moe", "    summand = t", "    one = experts[0]\n    summand = t",
+                 "and 0 experts: on rank 2: IndexError"),
         _changed("my_moe", "torch.zeros_like(x)", "torch.zeros(x.shape)", "in bfloat16 ")],
 }

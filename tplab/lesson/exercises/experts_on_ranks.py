@@ -22,7 +22,7 @@ from tplab.shard import split_evenly
 # cut; and how the tokens choose. First what halves.
 LAYERS = ((6, 12, 8, 8, 2, 2, True, "any"), (5, 14, 7, 8, 2, 3, True, "expert 4 never"),
           (4, 13, 11, 8, 3, 2, False, "any"), (3, 12, 5, 8, 2, 3, True, "experts 0 to 2"),
-          (1, 12, 9, 7, 2, 3, True, "any"))
+          (1, 12, 9, 7, 2, 3, True, "any"), (4, 12, 6, 2, 1, 3, True, "any"))
 # Tokens, head_dim, of each rank the heads: evenly, not evenly, and heads that more than one rank holds.
 NORMS = ((4, 6, ((0, 4), (4, 8))), (5, 4, ((0, 3), (3, 5))), (3, 6, ((0, 2), (2, 3), (3, 4))),
          (3, 8, ((0, 1), (0, 1), (1, 2), (1, 2))), (4, 4, ((0, 1), (0, 2), (1, 2), (1, 2))), (3, 6, ((0, 1), (0, 1))))

@@ -34,7 +34,7 @@ def _by(one, other, logits: torch.Tensor, exact: torch.Tensor, rule: Callable | 
     places = [at for at, pair in enumerate(zip(one, other)) if pair[0] != pair[1]]
     if not places:
         return "same"
-    row = (at := place(places, one)) + shift
+    row = min((at := place(places, one)) + shift, len(exact) - 1)
     margin, moved = (rule or _margin)(one[at], other[at], exact[row].double(), logits[row].double() - exact[row],
                                       logits - exact)
     return "rounding" if margin <= 2 * moved else "bug"
@@ -67,6 +67,9 @@ _RULES = {
         (row[a] - row[b]).abs(), off.abs().sum() / 2),
     "`exact` is rounded to bfloat16 here: then its distance from `logits` is lost": lambda a, b, row, off, every: (
         (row[a] - row[b]).abs(), (row + off - row.bfloat16()).abs().max()),
+    "`exact` is rounded to bfloat16 first: margin and change are those of the rounded logits":
+        lambda a, b, row, off, every: ((row.bfloat16()[a] - row.bfloat16()[b]).abs(),
+                                       (row + off - row.bfloat16()).abs().max()),
     "a logit of `exact` and one of `logits` make the margin: both are of `exact`": lambda a, b, row, off, every: (
         (row[a] - row[b] - off[b]).abs(), off.abs().max())}
 # And where it looks instead.
@@ -74,7 +77,8 @@ _PLACES = {
     "they part at the first token that differs: later ones follow other words": {"place": lambda at, one: at[-1]},
     "the place is looked up by its token, and that token stood there before": {
         "place": lambda at, one: one.index(one[at[0]])},
-    "the row before is read: each row has the logits from which its own token was chosen": {"shift": -1}}
+    "the row before is read: each row has the logits from which its own token was chosen": {"shift": -1},
+    "the row after is read: each row has the logits from which its own token was chosen": {"shift": 1}}
 
 
 def _texts(seed: int) -> tuple[list[int], list[int], torch.Tensor, torch.Tensor]:
@@ -168,8 +172,10 @@ def _why(said: list[str], cases: list[tuple]) -> str:
         return f"it says {apart[0][-1]!r} of all texts that part, however far apart the logits are"
     if said == [{"rounding": "bug", "bug": "rounding"}.get(word := verdict(*texts), word) for texts in cases]:
         return "'rounding' and 'bug' are exchanged"
-    if fits := [says for says, rule in rules.items() if said == [_by(*texts, **rule) for texts in cases]]:
-        return fits[0] * (len(fits) == 1)
+    for some in (rules, {f"{one}\n{other}": {"rule": rule, **place} for one, rule in _RULES.items()
+                         for other, place in _PLACES.items()}):
+        if fits := [says for says, by in some.items() if said == [_by(*texts, **by) for texts in cases]]:
+            return fits[0] * (len(fits) == 1)
     for says, of in (
             ("it goes by the token at which they part: how many agree before does not matter", lambda at, *_: at),
             ("it goes by the margin alone: how far does rounding move a logit in that row? Measure it",
@@ -272,8 +278,8 @@ def _judge_sum(ran, leaves: torch.Tensor, shares: list[range]) -> torch.Tensor:
             if says := next((says for says, way in ways.items() if all(map(near, values, way))), ""):
                 raise NotYet(says)
             wrong = next(r for r, value in enumerate(values) if not near(value, whole))
-            agree(values[wrong] / unit, whole / unit, {}, f"on rank {wrong} that is not the sum of all leaves",
-                  dims="token", parts={f"leaf {n}": leaf / unit for n, leaf in enumerate(leaves)})
+            agree(values[wrong], whole, {}, f"on rank {wrong} that is not the sum of all leaves",
+                  1e-4 * min(1, unit.item()), dims="token", parts={f"leaf {n}": leaf for n, leaf in enumerate(leaves)})
         if not all(torch.equal(value, values[0]) for value in values):
             raise NotYet("the ranks' results differ in their last bits: each adds in an order of its own")
         if size > 1:

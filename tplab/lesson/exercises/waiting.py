@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tplab.checks import counted
 from tplab.lesson.attempt import Attempt, NotYet, Uncopied, for_each, on_ranks, saying, several, tensor
-from tplab.lesson.compare import agree, first_without
+from tplab.lesson.compare import agree, first_without, is_like
 from tplab.lesson.exercises.sequence_parallel import in_the_engine
 from tplab.lesson.verdict import Setting, exercise
 from tplab.patch import Patch, applied, original
@@ -103,6 +103,12 @@ def _judge_parts(ran: list, summands: torch.Tensor, parts: int, made) -> None:
         raise NotYet(f"a rank's own summand stands at {what}. " + (
             "A sum is in its tensor behind its wait(), and not before: where is it read, copied or joined?" if starts
             else "Where are the summands added up?"))
+    theirs, ours = right.chunk(parts), found[0].chunk(parts)
+    for i, place in enumerate(ours):
+        lost = not any(is_like(one, theirs[i], near) for one in ours)
+        if lost and (j := next((j for j, one in enumerate(theirs) if is_like(place, one, near)), None)) is not None:
+            raise NotYet(f"part {i}'s sum stands nowhere, and in its place stands what part {j} makes: is a tensor "
+                         "written again before its sum is made and copied out?")
     agree(found, right.expand_as(found), {
         f"this is {size} times the sum: is something added up that was whole already?": size * right.expand_as(found),
         f"the summands are averaged: this is the sum divided by {size}": right.expand_as(found) / size,

@@ -2,14 +2,14 @@
 
 from collections.abc import Mapping
 
-from tplab.show.figures.style import FAINT, GREEN, INK, RED, Picture, picture, styled
+from tplab.show.figures.style import GREEN, INK, RED, Picture, picture, styled
 
 _LEFT = 1e-3  # where the axis of seconds begins
 
 
 @styled
-def incidents_figure(happened: Mapping, gives_up_after: float | None = None, title: str | None = None) -> Picture:
-    """``happened``: by name, each with ``seconds``, ``within``, ``in_time``; ``gives_up_after`` is drawn as a line."""
+def incidents_figure(happened: Mapping, title: str | None = None) -> Picture:
+    """``happened``: by name, each with ``seconds``, ``within``, ``in_time``."""
     first = next(iter(happened.values()))
     figure, ax = picture(9.0, 1.5 + 0.36 * len(happened))
     for y, incident in enumerate(happened.values()):
@@ -22,13 +22,8 @@ def incidents_figure(happened: Mapping, gives_up_after: float | None = None, tit
     ax.annotate("bound", (first.within, -0.36), (0, 2), textcoords="offset points", ha="center",
                 va="bottom", fontsize=9.5)
     ax.set_xscale("log")
-    ax.set_xlim(_LEFT, 4 * max(gives_up_after or 1.0, *(incident.within for incident in happened.values())))
+    ax.set_xlim(_LEFT, 4 * max(incident.within for incident in happened.values()))
     ax.set_ylim(len(happened) - 0.4, -0.95)
-    if gives_up_after:
-        ax.axvline(gives_up_after, color=FAINT, lw=1.5, ls="--")
-        ax.annotate(f"torch.distributed\ngives up after\n{gives_up_after / 60:g} minutes",
-                    (gives_up_after, (len(happened) - 1) / 2), (-6, 0),
-                    textcoords="offset points", ha="right", va="center", fontsize=9.5, color="#555555")
     ax.set_yticks(range(len(happened)), list(happened))
     ax.tick_params(axis="y", length=0)
     ax.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
