@@ -81,7 +81,7 @@ ANSWERS = {
                           for r in range(tensor_parallel_size)]
               """, "AssertionError: heads must divide\n         at your line 2: assert num_heads"),
         Wrong("def my_heads(num_heads, num_kv_heads, tensor_parallel_size): return [range(num_heads)]",
-              "a list of 1 comes back; it must have one entry for each rank"),
+              "it returns a list of 1; (query heads, KV heads) for each rank"),
         Wrong("def my_heads(num_heads, num_kv_heads, tensor_parallel_size): pass", "nothing (is a return missing?)"),
         Wrong("""
               def my_heads(num_heads, num_kv_heads, tensor_parallel_size):

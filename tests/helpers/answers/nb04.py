@@ -71,7 +71,7 @@ ANSWERS = {
               "RuntimeError: Sizes of tensors must match"),
         Wrong(cache([*_JOIN[:3], "return self.v[layer], self.k[layer]"]), "for k comes what was given for v"),
         Wrong(cache([line.replace("[layer]", "[0]") for line in _JOIN]),
-              "come back for k: has each layer a place of its own, and each of k and v?"),
+              "append to layer 1: for k comes [8, 2, 5]; [tokens so far, kv_heads"),
         Wrong(cache([*_JOIN[:3], "group = 4", "return tuple(x.repeat_interleave(group, 1) for x in (self.k[layer], "
                      "self.v[layer]))"]), "[4, 8, 5]; [tokens so far, kv_heads, head_dim]"),
         Wrong(cache(_JOIN, init="pass", head="class MyCache:\n    k, v = [None] * 9, [None] * 9"),

@@ -274,7 +274,7 @@ ANSWERS = {
               class MyPool:
                   def __init__(self, num_blocks):
                       self.users = [0] * 18
-              """, "users is a list of 18; a list must hold how many use each of 3 blocks"),
+              """, "0, 0, 0, 0, 0, 0, 0, 0], and must be [0, 0, 0]"),
         Wrong("""
               class MyPool:
                   def __init__(self):

@@ -30,7 +30,7 @@ _NAN = {"my_linears": "is nan, and", "my_rope": "nan times as long", "my_head_lo
         "my_column_shard": "stand nowhere in the file", "my_merged": "stand nowhere in the file"}
 # What was computed first is given out for ever.
 _FIRST = {"mask_scores": "= [1, 2, 3, 3] must come back", "my_additive_mask": "= [8, 8] must come back",
-          "my_heads": "a list of 2 comes back; it must have one entry for each rank",
+          "my_heads": "(query heads, KV heads) for each rank, a list of 4, must",
           "my_linears": "torch.float64 must come back",
           "my_apply_rope": "is an earlier result given out again?", "my_rope": "= [3, 3, 10] must come back",
           "my_attend": "= [1, 6, 1, 8] must come back", "my_mask": "= [1, 1, 5, 5] must come back",

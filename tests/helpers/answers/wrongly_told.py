@@ -57,7 +57,7 @@ ANSWERS = {
               "= [20, 3, 4] must come back")],
     "MyPool": [
         Wrong(but(_POOL, "self.users[block] = 1", "self.users[block] = 1\n        self.users.append(0)"),
-              "users is a list of 4; a list must hold how many use each of 3 blocks")],
+              "users is [1, 0, 0, 0], and must be [1, 0, 0]")],
     "my_generate": [
         _changed("my_generate", "[position]))", "[position]))\n        if new[-1] < 3:\n            break",
                  "prompt of 1, 8 new: 2 ids came back; 8 new ones must, whichever are drawn")],

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from tplab.checks import counted, spans, whole_number
-from tplab.lesson.attempt import Attempt, NotYet, kind, ranks_in_words, saying
+from tplab.lesson.attempt import Attempt, NotYet, ranks_in_words, saying, several
 from tplab.lesson.verdict import Setting, exercise
 from tplab.patch import Patch, applied, original
 
@@ -45,11 +45,8 @@ def heads(attempt: Attempt, setting: Setting):
 def _dealt(attempt: Attempt, num_heads: int, num_kv_heads: int, size: int) -> None:
     """Judge the learner's deal for one layout."""
     with saying(f"{num_heads} query and {counted(num_kv_heads, 'KV head')} over {counted(size, 'rank')}: "):
-        answer = attempt(num_heads, num_kv_heads, size)
-        if not isinstance(answer, list | tuple):
-            raise NotYet(f"it returns {kind(answer)}; a list with (query heads, KV heads) for each rank must come back")
-        if len(answer) != size:
-            raise NotYet(f"{kind(answer)} comes back; it must have one entry for each rank")
+        answer = several(attempt(num_heads, num_kv_heads, size),
+                         f"(query heads, KV heads) for each rank, a list of {size},", size)
         deal = [_pair(entry, rank) for rank, entry in enumerate(answer)]
         _judge_deal(deal, num_heads, num_kv_heads)
 

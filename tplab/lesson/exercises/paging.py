@@ -32,18 +32,14 @@ def my_slot_mapping(attempt: Attempt, setting: Setting):
                              "each")
             right = [table[p // size] * size + p % size for p in positions]
             at_ = next((n for n, pair in enumerate(zip(slots, right)) if pair[0] != pair[1]), 0)
-            agree(slots, right, {}, _slot(table, positions[at_], size, slots[at_]), within=1e-9)
+            first = positions[at_] // size * size  # in that block
+            agree(slots, right, {}, f"position {positions[at_]} goes to slot {slots[at_]}, {_place(slots[at_], size)}, "
+                  f"and belongs to {_place(right[at_], size)}: the table's entry {first // size} holds positions "
+                  f"{first} to {first + size - 1}", within=1e-9)
 
     for_each((([4, 1, 3], range(10), 4), ([4, 1, 3], range(7, 8), 4), ([2, 5, 0, 7], range(11), 3),
               ([6, 0, 9], range(4, 12), 5)), check, lambda case: f"blocks of {case[2]}")
     setting.align(**ENGINE)
-
-
-def _slot(table: list[int], position: int, size: int, slot: int) -> str:
-    index = position // size
-    return (f"position {position} goes to slot {slot}, {_place(slot, size)}, and belongs to "
-            f"{_place(table[index] * size + position % size, size)}: the table's entry {index} holds positions "
-            f"{index * size} to {index * size + size - 1}")
 
 
 def _batches_through(write_read: Callable) -> list[Patch]:

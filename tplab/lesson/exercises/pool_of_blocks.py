@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tplab.cache import CacheError
+from tplab.checks import quoted
 from tplab.lesson.attempt import Attempt, NotYet, Object, guarded, kind, saying
 from tplab.lesson.verdict import Setting, exercise
 from tplab.patch import Patch
@@ -119,10 +120,8 @@ class _Watched:
 
     def agree(self) -> None:
         attempt = self.pool.users
-        if not isinstance(attempt, list) or len(attempt) != len(self.users):
-            raise NotYet(f"users is {kind(attempt)}; a list must hold how many use each of {len(self.users)} blocks")
-        if attempt != self.users:
-            raise NotYet(f"users is {attempt}, and must be {self.users}")
+        if not isinstance(attempt, list) or attempt != self.users:
+            raise NotYet(f"users is {quoted(attempt)}, and must be {self.users}")
 
 
 def _at_random(pool: _Watched, chance: random.Random) -> None:
