@@ -128,7 +128,7 @@ ANSWERS = {
         Wrong(pool(block="block if block is None else float(block)"),
               "gives 0.0 (float); the number of a block must come back, 0 to 2, or None"),
         Wrong(pool().replace("self.users =", "self.all =").replace("self.users", "self.all")
-              + "    @property\n    def users(self): return tuple(self.all)", "users is (0, 0, 0), and must be [0, 0, 0]"),
+              + "    @property\n    def users(self): return tuple(self.all)", "users is (0, 0, 0), and must be [0, "),
         Wrong(pool(free="next((b for b, count in enumerate(self.users) if count < 1 + (len(self.users) == 9)), None)"),
               "in the engine", _TWO),
         Wrong(pool(free="self.users.index(0) if sum(self.users) < 2 else 1 // 0"),
