@@ -53,7 +53,7 @@ def _result(function: Callable, given: dict[int, Sequence]) -> str:
 
     with redirect_stdout(io.StringIO()):
         try:
-            text = str(logical_ranks(len(given), call, timeout=1) if len(given) > 1 else call())
+            text = str(logical_ranks(len(given), call, timeout=5) if len(given) > 1 else call())
             return "" if " at 0x" in text else text
         except (Exception, SystemExit):
             return ""
