@@ -114,18 +114,23 @@ def on_ranks(ranks, function: Callable, *args, waits: str = "", asks: Mapping[st
         more = _parted(error) or waits if kind in ("waiting", "running") else ""
         more = more or "What ends it?" * (kind == "running")
         if isinstance(error, CollectiveMismatch):
-            more = "All ranks must make the same call, with tensors of the same shape and dtype"
+            more = ("All ranks must make the same call, with tensors of the same dtype and, where no sizes=[…] are "
+                    "given, of the same shape")
         lines = in_words(error).splitlines()
         more = next((says for words, says in (asks or {}).items() if words in "\n".join(lines)), more)
         raise NotYet("\n".join([*lines[:2 if more else 3], *[more] * bool(more)])) from error
 
 
 def _parted(error: RankError) -> str:
-    """The first collective that ranks have called at different lines of the learner's."""
+    """The first collective that ranks have called at different lines, or how often each has called the only one."""
     for number, records in enumerate(zip(*error.logs), 1):
         if len({record.line for record in records if is_learners(record.file)}) > 1:
             return f"Collective {number} is in line " + ", ".join(
                 f"{record.line} on rank {r}" for r, record in enumerate(records))
+    lines = {record.line for log in error.logs for record in log if is_learners(record.file)}
+    if len(lines) == 1 and all(error.logs) and len({*map(len, error.logs)}) > 1:
+        return f"Line {lines.pop()} is reached " + ", ".join(
+            f"{counted(len(log), 'time')} on rank {r}" for r, log in enumerate(error.logs))
     return ""
 
 

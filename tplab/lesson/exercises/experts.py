@@ -195,6 +195,8 @@ def _judge_share(attempt: Attempt, experts: int, columns: int, size: int, whole:
         if not isinstance(answer, list | tuple) or len(answer) != size:
             raise NotYet(f"it returns {kind(answer)}; a list of {size} must come back, with (experts, columns) for "
                          "each rank")
+        if isinstance(answer, tuple) and all(isinstance(part, range) for part in answer):
+            raise NotYet("one pair of ranges comes back; a list with such a pair for each rank must")
         shares = [_share(entry, rank) for rank, entry in enumerate(answer)]
         _judge_shares(shares, experts, columns, whole)
 
