@@ -344,5 +344,6 @@ def whole_numbers(value, what: str) -> list[int]:
     if not isinstance(value, list | tuple):
         raise NotYet(f"it returns {kind(value)}; a list of whole numbers must come back, {what}")
     if strange := [one for one in value if type(one) is not int]:
-        raise NotYet(f"it returns {kind(strange[0])} among {what}; whole numbers must come back")
+        given = text if len(text := quoted(value)) < 60 else f"{kind(strange[0])} among them"
+        raise NotYet(f"it returns {given}; whole numbers must come back, {what}")
     return list(value)

@@ -81,7 +81,7 @@ ANSWERS = {
                   return kept
               """, "ranges [range(0, 4), range(4, 4), range(4, 9)]: on rank 1: UnboundLocalError"),
         Wrong(send("source[rows.start:rows.stop]", "source[:][rows.start:rows.stop].clone()"),
-              "read for 88 that are kept, 2.0 times as many: no row is needed twice"),
+              "read for 88 that are kept, 2.0 times as many: no slice is needed twice"),
         Wrong("""
               def my_send_shards(source, ranges):
                   part = torch.empty(len(ranges[0]), *source.shape[1:], dtype=source.dtype)

@@ -91,7 +91,7 @@ ANSWERS = {
               def my_agree(work):
                   work()
                   return []
-              """, "shard 2 cannot be read\n         at your line 2: work()\n         Uncaught"),
+              """, "shard 1 cannot be read\n         at your line 2: work()\n         Uncaught"),
         Wrong("""
               def my_agree(work):
                   failed = torch.zeros(world_size())
@@ -109,7 +109,7 @@ ANSWERS = {
                   except Exception:
                       return [rank()]
                   return []
-              """, "where it must say [2, 4], after no collective: what tells it about all others?"),
+              """, "where it must say [1, 4], after no collective: what tells it about all others?"),
         Wrong("""
               def my_agree(work):
                   failed = torch.zeros(world_size())
@@ -119,7 +119,7 @@ ANSWERS = {
                       failed[rank()] = 1
                   broadcast(failed)
                   return failed.nonzero().flatten().tolist()
-              """, "it must say [2, 4], after broadcast: what tells it about all others?"),
+              """, "it must say [1, 4], after broadcast: what tells it about all others?"),
         Wrong("""
               def my_agree(work):
                   failed = torch.zeros(1)
@@ -139,7 +139,7 @@ ANSWERS = {
                       failed[rank()] = 1
                   all_reduce(failed)
                   return failed.sum().item()
-              """, "a list of whole numbers must come back, the failed ranks, which are [2, 4]"),
+              """, "a list of whole numbers must come back, the failed ranks, which are [1, 4]"),
         Wrong("""
               def my_agree(work):
                   try:
@@ -150,7 +150,7 @@ ANSWERS = {
                       return [rank()]
                   barrier()
                   return []
-              """, " [2, 4], after barrier: what tells it about all others?"),
+              """, " [1, 4], after barrier: what tells it about all others?"),
         Wrong("""
               def my_agree(work):
                   failed = torch.zeros(world_size())
@@ -160,7 +160,7 @@ ANSWERS = {
                       failed[rank()] = 1
                   all_reduce(failed)
                   return [int(failed.argmax())] if failed.any() else []
-              """, "of 5 ranks, ranks 2 and 4 failed: rank 0 says [2] where it must say [2, 4]"),
+              """, "of 5 ranks, ranks 1 and 4 failed: rank 0 says [1] where it must say [1, 4]"),
         Wrong("""
               def my_agree(work):
                   failed = torch.zeros(world_size())
@@ -245,7 +245,7 @@ ANSWERS = {
                       seen.append(read())
                       barrier()
                   return seen
-              """, "rank 1 writes too; one slot has one writer, rank 0"),
+              """, "rank 1 writes too; the file has one writer, rank 0"),
         Wrong("""
               def my_rounds(write, read, rounds):
                   seen = []

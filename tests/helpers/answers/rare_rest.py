@@ -196,9 +196,9 @@ ANSWERS = {
     "my_agree": [
         Wrong(_AGREE.format(flags=2, failed="failed"), "IndexError"),
         Wrong(_AGREE.format(flags="world_size()", failed="failed[:1] if len(failed) > 1 and rank() == 2 else failed"),
-              "rank 2 says [2] where it must say [2, 4]"),
+              "rank 2 says [1] where it must say [1, 4]"),
         Wrong(_AGREE.format(flags="world_size()", failed="failed[::-1]"),
-              "rank 0 says [4, 2] where it must say [2, 4]"),
+              "rank 0 says [4, 1] where it must say [1, 4]"),
         Right(_AGREE.format(flags="world_size()", failed="tuple(failed)"))],
     "my_rounds": [
         Wrong(_ROUNDS.format(before="pass", seen="seen[:-1]"), "2 ranks: rank 0 returns [0, 1]; what it read must come "

@@ -192,7 +192,7 @@ def my_agree(work):
     except Exception:
         failed += 1
     return list(range(int(all_reduce(failed))))
-""", "that is how many ranks failed, and not which"),
+""", "rank 0 says [0, 1] where it must say [1, 4]"),
     ],
     "generate": [
         Wrong("""

@@ -41,7 +41,7 @@ ANSWERS = {
     "my_agree": [
         Wrong("def my_agree(work):\n    ok = torch.ones(world_size())\n    try:\n        work()\n    except "
               "Exception:\n        ok[rank()] = 0\n    return (all_reduce(ok) == 0).nonzero().flatten().tolist()",
-              "what is in place 2 on each rank")],
+              "what is in place 1 on each rank")],
     "my_linears": [
         _changed("my_linears", "// world_size()", "// 2", "its share is 40: which rank has less?")],
     "my_rope": [

@@ -131,7 +131,7 @@ def my_expert_share(num_experts, intermediate_size, tensor_parallel_size, enable
                     if token in rows:
                         out[i] = weight_here[token - rows.start]
                     all_reduce(out)
-                return out""", "not its row, after 9 collectives: is what is a sum already added up again?")],
+                return out""", "not its row, after 10 collectives: is what is a sum already added up again?")],
     "MyLayer": [
         _changed("MyLayer", "F.silu(x @ self.gate.T) * (x @ self.up.T)", "F.silu(x @ self.up.T) * (x @ self.gate.T)",
                  "mlp_act is act(up) × gate: gate and up were taken for each other"),
@@ -149,7 +149,7 @@ def my_expert_share(num_experts, intermediate_size, tensor_parallel_size, enable
               "Read first, it is right: what does a read change?")],
     "my_agree": [
         _changed("my_agree", "nonzero().flatten().tolist()", "nonzero().tolist()",
-                 "it returns a list of 1 among the failed ranks, which are [2, 4]; whole numbers must come back")],
+                 "it returns [[1], [4]]; whole numbers must come back, the failed ranks, which are [1, 4]")],
     "my_rounds": [
         Wrong("""
             def my_rounds(write, read, rounds):

@@ -1,7 +1,8 @@
-"""Answers of the third round from outside to notebooks 01 to 05: what was told pointed past their mistake."""
+"""Answers of the third round from outside: they passed, or what was told pointed past their mistake."""
 
 from helpers.answers import Wrong
-from helpers.answers.wrongly_told import _changed
+from helpers.answers.nb09 import but
+from helpers.answers.wrongly_told import _SOLVED, _changed
 
 ANSWERS = {
     "my_assert_no_nan": [
@@ -32,4 +33,48 @@ ANSWERS = {
         Wrong("def my_mask(positions, keys):\n    hidden = torch.arange(1, keys + 1)[:, None] > positions[:, None]\n"
               "    return hidden[:, None]",
               "it returns [1, 1, 6, 3]")],
+    "my_embedding": [
+        Wrong("""
+            def my_embedding(ids, weight_here, rows):
+                here = (ids >= rows.start) & (ids <= rows.stop)
+                own = weight_here[(ids - rows.start).clamp(0, len(rows) - 1)]
+                return all_reduce(own.masked_fill(~here[:, None], 0))""",
+              "rank 0 of 2 gets for word 2, which lives on rank 1, not its row"),
+        Wrong("def my_embedding(ids, weight_here, rows): return all_gather(weight_here, dim=0)[ids]",
+              "Each rank adds the rows that it has: one all_reduce is enough")],
+    "my_head_logits": [
+        Wrong("def my_head_logits(hidden, weight_here, sizes): return all_gather(hidden @ weight_here.T, dim=0)",
+              "Dim 0 are the tokens: along which dimension do the words stand side by side?")],
+    "my_send_shards": [
+        Wrong("""
+            def my_send_shards(source, ranges):
+                parts = []
+                for rows in ranges:
+                    empty = torch.empty(len(rows), *source.shape[1:], dtype=source.dtype)
+                    parts.append(broadcast(empty if rank() else source[rows.start:rows.stop]))
+                here = ranges[rank()]
+                return torch.cat(parts)[here.start:here.stop].clone()""",
+              "rank 2: rows 0–1 come back where rows 2–3 are its own")],
+    "my_mean": [
+        Wrong("""
+            def my_mean(shares):
+                sums = torch.zeros(2, dtype=torch.float64)
+                for length in shares[rank()]:
+                    sums += all_reduce(torch.tensor([length, 1.0], dtype=torch.float64))
+                return (sums[0] / sums[1]).item()""", "is reached 2 times on rank 0, 1 time on rank 1")],
+    "my_agree": [
+        _changed("my_agree", "failed.nonzero().flatten().tolist()", "[int(failed.sum())]",
+                 "rank 0 says [2] where it must say [1, 4]: that is how many ranks failed, and not which")],
+    "my_rounds": [
+        Wrong(but(_SOLVED["my_rounds"], "barrier()", "barrier"), "None of your lines calls a collective"),
+        Wrong(but(but(_SOLVED["my_rounds"], "read, rounds)", "read, rounds, seen=[])"), "    seen = []\n", ""),
+              "in a list that begins empty in each call")],
+    "my_decode_bytes": [
+        _changed("my_decode_bytes", "(config.num_layers * layer + h * len(shard.vocab)) * itemsize",
+                 "config.num_layers * layer + h * len(shard.vocab) * itemsize",
+                 "1/4 times as many; so it is with twice the MLP columns")],
+    "my_expert_share": [
+        Wrong("def my_expert_share(num_experts, intermediate_size, tensor_parallel_size, enable_expert_parallel):\n"
+              "    return range(num_experts), range(intermediate_size // tensor_parallel_size)",
+              "one pair of ranges comes back; a list with such a pair for each rank must")],
 }

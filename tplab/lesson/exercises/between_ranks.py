@@ -17,8 +17,8 @@ _ALONE = "one rank has no other to talk to, so it was judged on 2 and 3 logical 
 @exercise("my_send_shards", "07", takes="source, ranges", alone=_ALONE,
           agreed="rank 0 reads, and every rank gets its slice, in messages no larger than a slice")
 def my_send_shards(attempt: Attempt, setting: Setting):
-    """11 rows over 2 ranks, a bias over 3 of which one has none of it, 5 ranks, in bfloat16; then as many rows as the
-    vocabulary has, on the real ranks."""
+    """11 rows over 2 ranks, a bias over 3 of which one has none of it, rows that two ranks hold, 5 ranks, in
+    bfloat16; then as many rows as the vocabulary has, on the real ranks."""
     def check(case, ranks=None, dtype=torch.bfloat16):
         ranges, shape = case
         sources = [ToySource(shape, dtype) for _ in ranges]
@@ -28,6 +28,7 @@ def my_send_shards(attempt: Attempt, setting: Setting):
             _examine_sent(ran, sources[0], ranges)
 
     for_each(((dealt(11, 2), (11, 4)), ([range(4), range(4, 4), range(4, 9)], (9,)),
+              ([range(2), range(2), range(2, 4)], (4, 3)),
               ([*split_evenly(15, 5)], (15, 2))),  # as many ranks as it takes to see what rank 0 keeps
              check, lambda case: f"ranges {case[0]}")
     if (size := setting.tensor_parallel_size) > 1:
@@ -45,14 +46,14 @@ def _examine_sent(answers: list, source: ToySource, ranges) -> None:
         if others := sorted({op.detail for op in ops if op.op == "broadcast" and op.detail}):
             raise NotYet(f"rank {others[0]} is asked to send (src={others[0]}), and only rank 0 has the rows")
         judge_part(got, whole, ranges[number], f"rank {number}: ", ways={
-            f"these are rank {r}'s: which of the messages is a rank to keep?": other
+            f"these are rank {r}'s": other
             for r, other in enumerate(ranges) if r != number})
     for number, (_, ops) in enumerate(answers):
         sent = {str(op): torch.Size(op.shape).numel() * whole.element_size() for op in ops}
         if big := [op for op, nbytes in sent.items() if nbytes > largest]:
             raise NotYet(f"right everywhere, but rank {number} takes part in {big[0]}: a message of {sent[big[0]]} "
                          f"bytes, and the largest slice has {largest}")
-    read_once(answers[0][0][1], whole.nbytes, "rank 0: ", "no row is needed twice")
+    read_once(answers[0][0][1], sum(map(len, ranges)) * whole[0].nbytes, "rank 0: ", "no slice is needed twice")
     if source.most > 3 * largest:  # its own, the last one sent and the next one
         raise NotYet(f"the messages are right, but rank 0 has {source.most} of the tensor's {whole.nbytes} bytes in "
                      f"memory at the same time, and a slice has {largest}: when is which of them read, and kept?")

@@ -33,7 +33,8 @@ def my_decode_bytes(attempt: Attempt, setting: Setting):
         config = SimpleNamespace(hidden_size=1000, head_dim=96, num_heads=heads, num_kv_heads=kv, num_layers=11,
                                  intermediate_size=2900, vocab_size=5300, experts=None)
         for shard in ShardPlan.from_config(config, ranks).ranks:
-            with saying(f"{heads} query and {kv} KV heads over {ranks} ranks, rank {shard.rank}, {context} tokens: "):
+            with saying(f"{heads} query and {kv} KV heads over {ranks} ranks, rank {shard.rank}, 11 layers, {context} "
+                        f"tokens, itemsize {itemsize}: "):
                 _examine_bytes(attempt, config, shard, context, itemsize)
     config, dtype = setting.checkpoint.config, parse_dtype(setting.dtype)
     plan = ShardPlan.from_config(config, setting.tensor_parallel_size)
@@ -68,11 +69,17 @@ def _examine_bytes(attempt: Attempt, config, shard, context: int, itemsize: int)
             "twice the query heads on the rank (q, o)": (config, twice("q_heads"), context, itemsize),
             "twice the KV heads on the rank (k, v, the cache)": (config, twice("kv_heads"), context, itemsize),
             "twice the words on the rank (the head)": (config, twice("vocab"), context, itemsize)}
-    for what, changed in more.items():
-        grows, must = one_number(attempt(*changed), "bytes") - found, decode_bytes(*changed) - right
-        if abs(grows - must) > _SMALL * must and (changed[0] is config or not grows):
-            raise NotYet(f"{said}With {what}, {_plainly(must)} bytes are added, and yours adds " + (
-                f"{_plainly(grows)}, {grows / must:.4g} times as many" if grows else "nothing"))
+    grown = {what: (one_number(attempt(*args), "bytes") - found, decode_bytes(*args) - right, args[0] is config)
+             for what, args in more.items()}
+    wrong = {what: grows / must for what, (grows, must, alone) in grown.items()
+             if abs(grows - must) > _SMALL * must and (alone or not grows)}
+    if wrong:
+        what, times = next(iter(wrong.items()))
+        alike = [other for other in wrong if other != what and abs(wrong[other] - times) < _SMALL * times]
+        parts = f"1/{1 / times:.0f}" if 0 < times < 0.6 and abs(1 / times - round(1 / times)) < 0.05 else f"{times:.4g}"
+        raise NotYet(f"{said}With {what}, {_plainly(grown[what][1])} bytes are added, and yours adds " + (
+            f"{_plainly(grown[what][0])}, {parts} times as many" + f"; so it is with {', with '.join(alike)}" * bool(
+                alike) if times else "nothing"))
     raise NotYet(f"{said}{_plainly(abs(found - right))} bytes too {'many' if found > right else 'few'}, and what grows "
                  "with the rank's share is right")
 

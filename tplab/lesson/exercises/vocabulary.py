@@ -32,13 +32,14 @@ def my_embedding(attempt: Attempt, setting: Setting):
 
         here = (f"The words are {words}; rank 1 holds words {parts[1].start} to {parts[1][-1]}, in rows 0 to "
                 f"{len(parts[1]) - 1}")
-        ran = on_ranks(size, look_up, asks={"IndexError": here},
+        ran = on_ranks(size, look_up, asks={
+            "IndexError": here, "calls all_gather": "Each rank adds the rows that it has: one all_reduce is enough"},
                        waits=f"{here}. Every rank comes to the sum, also one that has none of the words")
         for r, (found, ops) in enumerate(ran):
             _looked_up(f"rank {r} of {size}", found, weight, ids, parts, len(ops))
         count_ops(ran, {"all_reduce": 1})
 
-    words = [10, 0, 6, 3, 4, 1, 7, 0, 10]
+    words = [10, 0, 6, 3, 4, 2, 1, 7, 0, 10]
     for_each(((2, words, torch.float32), (2, [1, 0, 1], torch.float32), (2, words, torch.bfloat16),
               (3, words, torch.float32)), check, lambda case: f"{case[0]} ranks")
     setting.align()
@@ -79,6 +80,7 @@ def my_head_logits(attempt: Attempt, setting: Setting):
             "do not fit": f"{sizes} words: sizes says how many of them each rank has, in the order of the ranks",
             "calls all_reduce": f"{sizes} words: a sum adds up numbers of the same word; these are different words' "
                                 "logits. What puts them side by side?",
+            "float32 dim 0": "Dim 0 are the tokens: along which dimension do the words stand side by side?",
             "different collectives": f"{sizes} words: how does a rank hear how many the others send?"})
         for r, (found, _) in enumerate(ran):
             with saying(f"rank {r} of {size}: "):
