@@ -34,7 +34,7 @@ ANSWERS = {
         Wrong(attend(_SCORES.replace(" * scaling", ""), _HIDE, _OUT), "all, and scaling (0.3) is given for that Your"),
         Wrong(attend(_SCORES.replace("*", "/"), _HIDE, _OUT), "s are multiplied with 1 / scaling, and scaling (0.3) i"),
         Wrong(attend(_SCORES + " * scaling", _HIDE, _OUT), " are multiplied with scaling ** 2, and scaling (0.3) is g"),
-        Wrong(attend(_SCORES, _HIDE, _OUT.replace("-1", "-2")), "not found: the weights"),
+        Wrong(attend(_SCORES, _HIDE, _OUT.replace("-1", "-2")), "the weights of all queries of a key add up to 1"),
         Wrong(attend(_SCORES, _HIDE, _OUT.replace("-1", "1")), "not found: the weights"),
         Wrong(attend(_SCORES, _HIDE, _OUT.replace("-1", "0")), "not found: the weights"),
         Wrong(attend(_SCORES, _OUT), "the mask is not used"),

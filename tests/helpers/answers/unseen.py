@@ -41,7 +41,7 @@ ANSWERS = {
         Wrong("def my_column_shard(source, rows): return source[rows.start:rows.stop].T", "right numbers, in another")],
     "my_heads": [
         Wrong("def my_heads(H, K, T): return [((r * H // T, (r + 1) * H // T), (0, K)) for r in range(T)]",
-              "rank 0 holds KV head 2, and they are 0 to 1: which ones")],
+              "rank 0 gets (0, 4), which are two; range(0, 4) is all")],
     "my_linears": [
         Wrong(but(_SOLVED["my_linears"], "x @ up[first:end].T @", "torch.relu(x @ up[first:end].T) @"),
               "not found: their product with the same columns")],

@@ -18,7 +18,7 @@ ANSWERS = {
                 ends = [r * total // size for r in range(size + 1)]
                 parts = list(zip(ends, ends[1:]))
                 return [(part, (0, intermediate_size)) if whole else ((0, num_experts), part) for part in parts]""",
-              "rank 0 holds experts 0, 8, and they are 0 to 7: range(a, b) ends before b, and (a, b) are two")],
+              "rank 0 gets (0, 8), which are two; range(0, 8) is all from 0 to 7")],
     "my_tree_sum": [
         Wrong("""
             remembered = {}

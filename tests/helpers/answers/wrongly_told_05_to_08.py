@@ -57,7 +57,8 @@ ANSWERS = {
                   "        all_reduce(part)\n"), "do all ranks make their sums in the same order?")],
     "my_agree": [
         Wrong(but(_AGREE, "except Exception", "except (OSError, KeyError, ValueError)"), "or raised again, it leaves"),
-        Wrong(but(but(_AGREE, "world_size()", "2"), "[rank()]", "[rank() % 2]"), "rank 0 says [0, 1] where it must say [1, 4]"),
+        Wrong(but(but(_AGREE, "world_size()", "2"), "[rank()]", "[rank() % 2]"),
+              "rank 0 says [0, 1] where it must say [1, 4]"),
         Wrong(but(_AGREE, "= 1", "= rank()"), "rank 0 says [] where it must say [0]: what is in place 0 on each")],
     "my_rounds": [
         Wrong("def my_rounds(write, read, rounds):\n    seen = []\n    for number in range(rounds):\n"

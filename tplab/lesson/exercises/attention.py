@@ -44,6 +44,8 @@ def my_attend(attempt: Attempt, setting: Setting):
                     attend(q, k, v, torch.ones_like(mask).triu(1), scaling),
                 "the mask comes after the softmax, so the weights that are left do not add up to 1":
                     scores.softmax(-1).masked_fill(mask, 0) @ v_each,
+                "the weights of all queries of a key add up to 1, and those of all keys of a query must":
+                    masked.softmax(-2) @ v_each,
             } if dtype == exact else {}, nan, dims="sequence, query head, query" * (not nan), made=attempt.made[0],
                 parts={f"the value of key {at}": v_each[:, :, at:at + 1] for at in range(keys)} | {"the query": q},
                 steps={**k_steps, "the scaled scores": scores, "the masked scores": masked,

@@ -11,6 +11,7 @@ from tplab.checks import counted, whole_number
 from tplab.lesson.attempt import Attempt, NotYet, for_each, kind, saying, several, tensor
 from tplab.lesson.compare import agree, right_lines
 from tplab.lesson.cuts import span
+from tplab.lesson.exercises.heads import listed_each
 from tplab.lesson.experts_toys import toy_experts
 from tplab.lesson.verdict import Setting, at, exercise
 from tplab.lesson.words import in_words
@@ -208,7 +209,7 @@ def _share(entry, rank: int) -> tuple[list[int], list[int]]:
         if not isinstance(part, list | tuple | range) or len(part) > 1000 or any(whole_number(i) is None for i in part):
             raise NotYet(f"rank {rank} gets {kind(part)} in its pair; which experts and which columns, not how many: "
                          "two ranges or lists of whole numbers")
-    return [*entry[0]], [*entry[1]]
+    return listed_each(entry, rank)
 
 
 def _judge_shares(shares: list[tuple[list[int], list[int]]], experts: int, columns: int, whole: bool) -> None:
@@ -221,7 +222,7 @@ def _judge_shares(shares: list[tuple[list[int], list[int]]], experts: int, colum
                 raise NotYet(f"rank {rank} holds no {name}: {_counts(shares)}. Can they be dealt out more evenly?")
             if any(not 0 <= i < there for i in held):
                 raise NotYet(f"rank {rank} holds {span(held, name + 's' * (len(held) > 1))}, and they are 0 to "
-                             f"{there - 1}" + ": range(a, b) ends before b, and (a, b) are two" * (held[1:] != []))
+                             f"{there - 1}")
             if held and held != list(range(held[0], held[0] + len(held))):
                 raise NotYet(f"rank {rank} holds {span(held, name + 's')}: a rank reads one slice of the file, so its "
                              f"{name}s follow each other")

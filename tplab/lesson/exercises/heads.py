@@ -99,7 +99,15 @@ def _pair(entry, rank: int) -> tuple[list[int], list[int]]:
     for head in (head for part in entry for head in part):
         if whole_number(head) is None:
             raise NotYet(f"rank {rank} gets head {head!r}: a head is whole, or its scores are not")
-    return [*entry[0]], [*entry[1]]
+    return listed_each(entry, rank)
+
+
+def listed_each(pair, rank: int) -> tuple[list[int], list[int]]:
+    """Both parts as lists; `NotYet` if one is the two ends of a range."""
+    for part in pair:
+        if isinstance(part, tuple) and len(part) == 2 and part[1] - part[0] > 1:
+            raise NotYet(f"rank {rank} gets {part}, which are two; range{part} is all from {part[0]} to {part[1] - 1}")
+    return [*pair[0]], [*pair[1]]
 
 
 def _listed(heads: list[int]) -> str:
