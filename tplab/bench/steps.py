@@ -44,7 +44,7 @@ def step_kinds(config) -> dict[str, list[Part]]:
     return {name: kind.parts for name, kind in _kinds(config).items()}
 
 
-def time_steps(llm: LLM, repeats: int = 4) -> dict[str, float]:
+def time_steps(llm: LLM, repeats: int = 12) -> dict[str, float]:
     """``{kind: seconds of a step}`` of :func:`step_kinds`."""
     return {name: kind.seconds(llm, repeats) for name, kind in _kinds(llm.checkpoint.config).items()}
 
