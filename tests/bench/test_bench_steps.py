@@ -46,12 +46,12 @@ def test_a_step_takes_what_lies_between_the_last_prompts_first_token_and_the_end
     assert asked == [([[2] * 3, [3] * 3], 24, 0, True), ([[2] * 4], 1, 0, True)], "other prompts, so none is cached"
 
 
-def test_the_least_of_four_runs_counts(monkeypatch):
+def test_the_least_of_the_runs_counts(monkeypatch):
     took = iter([99, 1, 5, 2, 98, 6, 4, 3])
     monkeypatch.setattr(steps, "decode_seconds", lambda llm, sequences, context: next(took))
     monkeypatch.setattr(steps, "prompt_seconds", lambda llm, prompts, length: prompts * length)
     config = SimpleNamespace(max_position_embeddings=100, ropes={None: {"rope_type": "default"}})
-    found = steps.time_steps(SimpleNamespace(checkpoint=SimpleNamespace(config=config)))
+    found = steps.time_steps(SimpleNamespace(checkpoint=SimpleNamespace(config=config)), repeats=4)
     assert found == {"decode": 1, "16 sequences": 3, "prompt": 50}, "a prompt of half the model's length at most"
 
 
