@@ -77,7 +77,7 @@ ANSWERS = {
               """, "at your line 3: mask[torch.ones"),
         Wrong("""
               def my_additive_mask(tokens):
-                  return torch.full((tokens, tokens), float('-inf')).triu(1 if tokens < 9 else 2)
+                  return torch.full((tokens, tokens), float('-inf')).triu(2 if 8 < tokens < 60 else 1)
               """, "in the engine: "),
         Right("def my_additive_mask(tokens): return torch.zeros(tokens, tokens).masked_fill("
               "torch.ones(tokens, tokens).triu(1) == 1, float('-inf'))"),

@@ -5,6 +5,9 @@ from helpers.answers.nb09 import but
 from helpers.answers.wrongly_told import _SOLVED, _changed
 
 ANSWERS = {
+    "my_additive_mask": [
+        Wrong("def my_additive_mask(tokens): return torch.full((43, 43), float('-inf')).triu(1)[:tokens, :tokens]",
+              "it returns [43, 43]; [queries, keys] = [210, 210] must come back")],
     "my_assert_no_nan": [
         Wrong("def my_assert_no_nan(tensor, name):\n    a, b = tensor.shape\n    assert not tensor.isnan().any()",
               "it was called with tensor [2, 3, 4, 1500], name 'scores'")],

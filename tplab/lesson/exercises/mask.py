@@ -82,8 +82,8 @@ def _added(answer) -> list[Patch]:
 @exercise("my_additive_mask", "01", takes="tokens", patches=_added,
           agreed="added to the scores on {ranks}, every trace point agrees with Hugging Face")
 def additive_mask(attempt: Attempt, setting: Setting):
-    """For 5 tokens, for 8 and for one, added to scores; then to the engine's."""
-    for tokens in (5, 8, 1):
+    """For 5 tokens, for 8, for one and for many, added to scores; then to the engine's."""
+    for tokens in (5, 8, 1, 210):
         mask = attempt.tensor(tokens, dims="queries, keys", shape=(tokens, tokens))
         if not mask.is_floating_point():
             raise NotYet("it returns a boolean mask, which is made to choose with. Added to scores, True is 1 and "
