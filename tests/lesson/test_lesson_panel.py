@@ -158,7 +158,7 @@ def test_the_title_is_the_last_runs_finding_and_the_reason_that_of_its_ranks(mad
 
 def test_a_prompt_that_cannot_show_a_fault_says_why():
     one = lesson.panel(["no_mask"], ticked=["no_mask"], prompt="\n")
-    assert len(one.report.ids[0]) == 1 and "With this prompt nothing is computed otherwise" in one._verdict.value
+    assert len(one.report.ids[0]) == 1 and "nothing is hidden from it, and at position 0" in one._verdict.value
 
 
 def test_two_faults_on_one_function_say_which_one_stands_there(made):

@@ -84,8 +84,8 @@ class Panel:
         self._image.value = image_html(self.figure.png(), self.figure.alt_text)
         idle = [f"{one.title}: {why}" for one, why in whys if why]
         if self.ticked and self.report.ok and not idle:
-            idle = ["With this prompt nothing is computed otherwise (of one token nothing is hidden, and at position 0 "
-                    "nothing is turned)."]
+            idle = ["The prompt is one token: nothing is hidden from it, and at position 0 nothing is turned."
+                    if sum(map(len, self.report.ids)) == 1 else "With this prompt nothing is computed otherwise."]
         said = [one.sentence for one in self.report.diagnoses]
         self._verdict.value = "<br>".join([f"<b>{escape(describe_report(self.report))}</b>",
                                            *map(escape, [*(said or [diagnose(self.report).sentence]), *idle,
