@@ -180,7 +180,7 @@ def failing(kinds, error=RankError, text="waits in barrier"):
     (failing(["waiting", "returned"]), "Who?"), (failing(["running", "running"]), "Who?"),
     (failing(["died", "waiting"]), None),
     (failing(["waiting", "waiting"], CollectiveMismatch), "All ranks must make the same call, with tensors of the same "
-     "shape and dtype")])
+     "dtype and, where no sizes=[…] are given, of the same shape")])
 def test_who_is_waited_for_is_asked_where_ranks_are_stuck(pool, asks):
     what, *rest = refused(on_ranks, pool, len, [], waits="Who?").splitlines()
     assert what == "what happened at line 3" and rest[1:] == [asks] * bool(asks)
@@ -266,8 +266,10 @@ def test_what_is_wrong_is_said_behind_where_and_keeps_its_cause():
     (one_number, torch.ones(1, device="meta"), "it returns a tensor on meta with layout torch.strided; an ordinary one"
      ", with numbers in this computer's memory, must come back"),
     (lambda value: whole_numbers(value, "ids"), (1, 2), [1, 2]),
-    (lambda value: whole_numbers(value, "ids"), [1, 2.0], "it returns 2.0 (float) among ids; whole numbers must "
-     "come back"),
+    (lambda value: whole_numbers(value, "ids"), [1, 2.0], "it returns [1, 2.0]; whole numbers must come back, "
+     "ids"),
+    (lambda value: whole_numbers(value, "ids"), [*range(30), 2.0], "it returns 2.0 (float) among them; whole numbers "
+     "must come back, ids"),
     (lambda value: whole_numbers(value, "ids"), 3, "it returns 3 (int); a list of whole numbers must come back, ids"),
     (lambda value: several(value, "k, v"), (1, 2), [1, 2]),
     (lambda value: several(value, "k, v"), [1], "it returns a list of 1; k, v must come back")])

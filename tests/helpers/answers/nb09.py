@@ -139,7 +139,7 @@ ANSWERS = {
               """),
     ],
     "kv_share": [
-        Wrong(but(SHARE, "return low", "return torch.arange(low, low + held)"), "among the first KV head and how"),
+        Wrong(but(SHARE, "return low", "return torch.arange(low, low + held)"), "[tensor([0, 1]), 2]; whole"),
         Wrong("""
               def kv_share(num_heads, num_kv_heads):
                   first, count = linear.share(num_heads)
@@ -197,7 +197,7 @@ ANSWERS = {
     "share": [
         Wrong("def share(total):\n    r, n = linear.tp_rank(), linear.tp_size()\n"
               "    return r * total / n // 1, total / n // 1",
-              "0.0 (float) among the first and how many; whole numbers must come back"),
+              "it returns [0.0, 4.0]; whole numbers must come back, the first and how many"),
         Wrong("def share(total): return linear.tp_rank() * (total // linear.tp_size()), total // linear.tp_size()",
               "head 8 on no rank: which rank takes what is left over?"),
         Wrong("def share(total):\n    size = -(-total // linear.tp_size())\n    return linear.tp_rank() * size, size",

@@ -185,7 +185,7 @@ ANSWERS = {
                     two="reduce_scatter(mlp(all_gather(input_norm(mid), 0, sizes)), 0, sizes)"),
               "the two norms are exchanged"),
         Wrong(layer(one="reduce_scatter(attention(all_gather(input_norm(own), 0)), 0)"),
-              "All ranks must make the same call, with tensors of the same shape and dtype"),
+              "with tensors of the same dtype and, where no sizes=[…] are given, of the same shape"),
         Wrong(layer(second="all_gather(mid + TWO, 0, sizes)"), "[rows kept, hidden] = [3, 4] must come back"),
         Wrong(layer(second="mid"), "the MLP is missing"),
         Wrong("def my_sequence_parallel_layer(own, sizes, input_norm, attention, post_norm, mlp): return own",

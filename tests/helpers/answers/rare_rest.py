@@ -142,7 +142,7 @@ ANSWERS = {
               "position 0, and the prompt has [20, 21, 22, 23, 24, 25] there"),
         Wrong(_NEXT + "    return []", "0 ids came back; 24 new ones must"),
         Wrong(_NEXT + "    return [float(token) for token in new]",
-              "10.0 (float) among the new ids; whole numbers must come back"),
+              "10.0 (float) among them; whole numbers must come back, the new ids"),
         Wrong(_NEXT.replace("step(ids,", "step([*ids[:-1], 0],") + "    return new",
               "call 1 is given [0] at position 42, and the prompt has [62] there"),
         Wrong(_NEXT.replace("step(new[-1:], [position])", "step([new[-1], 0], [position, position + 1])") +
@@ -225,7 +225,7 @@ ANSWERS = {
         Wrong(but(GENERATE, "return new", "return new if len(input_ids) > 1 else new[:-1]"),
               "prompt of 1, 30 new: 29 ids came back; 30 new ones must"),
         Wrong(but(GENERATE, "return new", "return [str(one) for one in new]"),
-              "it returns '30' (str) among the new ids; whole numbers must come back")],
+              "it returns ['30', '47', '31', '19']; whole numbers must come back, the new ids")],
     "kv_share": [
         Right(but(SHARE, "return low, held, each", "return [low, held, each]"))],
 }
