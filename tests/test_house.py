@@ -21,7 +21,7 @@ ROOMS = ["record", "errors", "checks", "files", "patch", "checkpoint", "ranks", 
 TOP_LEVEL = {"notebooks", "tplab", "tests", "environment.yml", "README.md", "README.zh-CN.md", "launch",
              "pyproject.toml", "LICENSE", "CHANGELOG.md", "CITATION.cff", "constraints.txt"}
 # Needed though no file imports them: to run the lab, and to test it.
-RUN_ONLY, TEST_ONLY = {"ipykernel", "jupyterlab"}, {"nbval", "pytest_xdist", "ruff", "mypy"}
+RUN_ONLY, TEST_ONLY = {"ipykernel", "jupyterlab"}, {"pytest_xdist", "ruff", "mypy"}
 
 
 def files_under_git():

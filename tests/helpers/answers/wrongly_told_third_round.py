@@ -80,4 +80,18 @@ ANSWERS = {
         Wrong("def my_expert_share(num_experts, intermediate_size, tensor_parallel_size, enable_expert_parallel):\n"
               "    return range(num_experts), range(intermediate_size // tensor_parallel_size)",
               "one pair of ranges comes back; a list with such a pair for each rank must")],
+    "extend_cache": [
+        _changed("extend_cache", "    if kv_cache is not None",
+                 "    if type(num_repeats) is int and num_repeats < 2: return k, v, (k, v)\n    if kv_cache is not None",
+                 "num_repeats 1: the cache's k: it returns")],
+    "generate": [
+        Wrong("""
+            def generate(self, input_ids, max_new_tokens):
+                self.kept, new = getattr(self, "kept", None), []
+                tokens, positions = torch.tensor([input_ids]), torch.arange(len(input_ids))[None]
+                for _ in range(max_new_tokens):
+                    logits, self.kept = self(tokens, positions, self.kept)
+                    tokens, positions = logits[:, -1:].argmax(dim=-1), positions[:, -1:] + 1
+                    new.append(tokens.item())
+                return new""", "prompt of 1, 30 new: call 1 is given a cache of 8 tokens, and a new text begins")],
 }
