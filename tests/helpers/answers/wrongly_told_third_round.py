@@ -81,8 +81,8 @@ ANSWERS = {
               "    return range(num_experts), range(intermediate_size // tensor_parallel_size)",
               "one pair of ranges comes back; a list with such a pair for each rank must")],
     "extend_cache": [
-        _changed("extend_cache", "    if kv_cache is not None",
-                 "    if type(num_repeats) is int and num_repeats < 2: return k, v, (k, v)\n    if kv_cache is not None",
+        _changed("extend_cache", "    if kv_cache is",
+                 "    if type(num_repeats) is int and num_repeats < 2: return k, v, (k, v)\n    if kv_cache is",
                  "num_repeats 1: the cache's k: it returns")],
     "generate": [
         Wrong("""
