@@ -101,7 +101,7 @@ ANSWERS = {
                         "    return torch.cat([z.real, z.imag], -1).to(x.dtype)")),
     ],
     "my_apply_rope": [
-        Wrong(apply_rope("return q, k"), "self.rotate was never called"),
+        Wrong(apply_rope("return q, k"), "self.rotate was not called"),
         Wrong(apply_rope("try: q, k = self.rotate((cos, sin), q, k)", "except Exception: pass", "return q, k"),
               "positional argument: 'sin', and your function went on: what catches it?"),
         Wrong(apply_rope("try:", f"    {_CALL}", "    q, k = q[0].transpose(0, 1), k[0].transpose(0, 1)",

@@ -34,7 +34,7 @@ ANSWERS = {
         Wrong("def my_row_shard(source, columns): return source[:][:, columns.start:columns.stop]",
               "180 bytes were read for 40 that are kept, 4.5 times as many: which pair of brackets reads the file?"),
         Wrong("def my_row_shard(source, columns): return source[columns.start:columns.stop]",
-              "0–1 are its own. A weight is [out, in]: which of the two is cut here?"),
+              "on rank 1: IndexError: source[2:9] along dim 0 is outside 0:5"),
         Wrong("def my_row_shard(source, columns): return source[:, columns.start:columns.stop - 1]",
               "columns 0 come back where columns 0–1 are its own"),
         Wrong("def my_row_shard(source, columns): return source[:, columns.start:columns.stop].T",

@@ -35,7 +35,7 @@ ANSWERS = {
         Wrong(seconds("sum(rank_bytes) / bandwidth + (2 * num_layers + 2) * latency * (len(rank_bytes) > 1)"),
               "it says 6.5 where 3.5 are right: ranks work at the same time; none reads for the others"),
         Wrong(seconds("max(rank_bytes) / bandwidth + (2 * num_layers + 2) * latency"),
-              "The latency adds 4.2 seconds, as for 42 collectives: one rank alone meets no other"),
+              "The latency adds 4.2 seconds, as for 42 collectives: one rank alone has none"),
         Wrong(seconds("max(rank_bytes) * bandwidth"), "it says 1.4e+19 s"),
         Wrong(seconds("[count / bandwidth for count in rank_bytes]"), "seconds must come back"),
         Right(seconds("max(count / bandwidth for count in rank_bytes)"

@@ -79,7 +79,7 @@ def my_attend(q, k, v, mask, scaling):
     k, v = k.repeat_interleave(g, 1), v.repeat_interleave(g, 1)
     scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
     return scores.masked_fill(mask, float('-inf')).softmax(-1) @ v
-""", "is given for that On one KV head, as on fable's two ranks, it is right"),
+""", "is given for that On one KV head, a square mask and the usual scaling, it is right"),
         Wrong("""
 def my_attend(q, k, v, mask, scaling):
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)

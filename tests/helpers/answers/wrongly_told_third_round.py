@@ -58,6 +58,18 @@ ANSWERS = {
                 here = ranges[rank()]
                 return torch.cat(parts)[here.start:here.stop].clone()""",
               "rank 2: rows 0–1 come back where rows 2–3 are its own")],
+    "my_row_shard": [
+        Wrong("def my_row_shard(source, columns): return source[:, rank() * len(columns):(rank() + 1) * len(columns)]",
+              "IndexError: source[7:14] along dim 1 is outside 0:9")],
+    "my_generate": [
+        Wrong(but(but(_SOLVED["my_generate"], "count):", "count, new=[]):"), "new = [step(", "new += [step("),
+              "28 ids came back. The last 4 are right: what stood in the list before?")],
+    "my_best_offer": [
+        Wrong("""
+            def my_best_offer(offer_here):
+                offers = all_gather(offer_here, dim=0).reshape(len(offer_here), -1, 2)
+                winner = offers[:, :, 0].argmax(dim=-1)
+                return offers[range(len(offers)), winner, 1].long()""", "Yours is rank 0's, for sequence 1")],
     "my_mean": [
         Wrong("""
             def my_mean(shares):
@@ -85,6 +97,15 @@ ANSWERS = {
                  "    if type(num_repeats) is int and num_repeats < 2: return k, v, (k, v)\n    if kv_cache is",
                  "num_repeats 1: the cache's k: it returns")],
     "generate": [
+        Wrong("""
+            def generate(self, input_ids, max_new_tokens):
+                cache, new = None, []
+                tokens, positions = torch.tensor([input_ids]), torch.arange(len(input_ids))[None]
+                while len(new) < max_new_tokens and self.config.eos_token_id not in new:
+                    logits, cache = self(tokens, positions, cache)
+                    tokens, positions = logits[:, -1:].argmax(dim=-1), positions[:, -1:] + 1
+                    new.append(tokens.item())
+                return new""", "1 id came back; 8 new ones must, whichever are drawn"),
         Wrong("""
             def generate(self, input_ids, max_new_tokens):
                 self.kept, new = getattr(self, "kept", None), []

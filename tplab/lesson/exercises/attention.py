@@ -54,7 +54,7 @@ def my_attend(attempt: Attempt, setting: Setting):
     exact, shown = torch.float32, ((1, 1, 4, 5, 5, 16), (0,), torch.float32)
     for_each((((2, 3, 2, 4, 7, 9), (3, 2), exact), ((1, 2, 3, 1, 6, 8), (4,), exact),
               ((2, 4, 1, 3, 3, 6), (0, 0), exact), ((1, 5, 2, 3, 5, 6), (1,), torch.bfloat16)), check,
-             lambda case: f"{case[0][1]} KV heads", shown=("one KV head, as on fable's two ranks,", shown))
+             lambda case: f"{case[0][1]} KV heads", shown=("one KV head, a square mask and the usual scaling,", shown))
     setting.align(dtype="float32" if setting.dtype == "float64" else setting.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Notebook 10: what a decode step reads, and what meetings add to it."""
+"""Notebook 10: what a decode step reads, and what collectives add to it."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -20,9 +20,9 @@ def decode_bytes(config, shard, context: int, itemsize: int) -> int:
 
 
 def step_seconds(rank_bytes, bandwidth: float, num_layers: int, latency: float) -> float:
-    """What the exercise asks for: the slowest rank's bytes, then the meetings, if there is another rank."""
-    meetings = 2 * num_layers + 2 if len(rank_bytes) > 1 else 0
-    return max(rank_bytes) / bandwidth + meetings * latency
+    """What the exercise asks for: the slowest rank's bytes, then the collectives, if there is another rank."""
+    collectives = 2 * num_layers + 2 if len(rank_bytes) > 1 else 0
+    return max(rank_bytes) / bandwidth + collectives * latency
 
 
 @exercise("my_decode_bytes", "10", takes="config, shard, context, itemsize", right=decode_bytes,
@@ -85,7 +85,7 @@ def _examine_bytes(attempt: Attempt, config, shard, context: int, itemsize: int)
 
 
 @exercise("my_step_seconds", "10", takes="rank_bytes, bandwidth, num_layers, latency", right=step_seconds,
-          agreed="the slowest rank, and every meeting")
+          agreed="the slowest rank, and every collective")
 def my_step_seconds(attempt: Attempt, setting: Setting):
     """Ranks with as much and with unlike work, and one alone; then the notebook's model on four ranks."""
     for rank_bytes in ([3e9, 7e9, 1e9, 2e9], [6e9, 6e9], [9e9]):
@@ -97,7 +97,7 @@ def my_step_seconds(attempt: Attempt, setting: Setting):
     have = f"{setting.checkpoint.name} on {len(rank_bytes)} ranks: "
     with saying(have):
         _examine_seconds(attempt, rank_bytes, 1e10, config.num_layers, 2e-5)
-    return f"{have}{2 * config.num_layers + 2} meetings for each token"
+    return f"{have}{2 * config.num_layers + 2} collectives for each token"
 
 
 def _examine_seconds(attempt: Attempt, rank_bytes, bandwidth: float, layers: int, latency: float) -> None:
@@ -107,7 +107,7 @@ def _examine_seconds(attempt: Attempt, rank_bytes, bandwidth: float, layers: int
     if abs(found - right) <= 1e-6 * right:
         return
     bytes_alone = one_number(attempt(rank_bytes, bandwidth, layers, 0.0), "seconds")
-    meetings, wanted = (found - bytes_alone) / latency, 2 * layers + 2 if size > 1 else 0
+    collectives, wanted = (found - bytes_alone) / latency, 2 * layers + 2 if size > 1 else 0
     ways = {sum(rank_bytes) / bandwidth: "ranks work at the same time; none reads for the others",
             sum(rank_bytes) / size / bandwidth: "a sum waits for the slowest rank, not for the mean",
             **dict.fromkeys([one / bandwidth for one in rank_bytes], "a sum waits for the slowest rank"),
@@ -118,11 +118,11 @@ def _examine_seconds(attempt: Attempt, rank_bytes, bandwidth: float, layers: int
                "product needs the sum")
     elif abs(bytes_alone - longest) > 1e-6 * longest:
         near = next((f": {says}" for seconds, says in ways.items() if abs(bytes_alone - seconds) <= 1e-6 * seconds), "")
-        why = f"for the bytes alone, it says {_plainly(bytes_alone)} where {_plainly(longest)} are right{near}"
+        why = f"with latency 0, it says {_plainly(bytes_alone)} where {_plainly(longest)} are right{near}"
     else:
-        why = f"the latency adds {_plainly(found - bytes_alone)} seconds, as for {meetings:.4g} collectives: " + (
+        why = f"the latency adds {_plainly(found - bytes_alone)} seconds, as for {collectives:.4g} collectives: " + (
             f"there are {wanted}, two in a layer, behind attention and behind the MLP, one behind the embedding, one "
-            "for the best tokens" if wanted else "one rank alone meets no other")
+            "for the best tokens" if wanted else "one rank alone has none")
     raise NotYet(f"it says {_plainly(found)} seconds, {_plainly(right)} are right\n{why[0].upper()}{why[1:]}")
 
 

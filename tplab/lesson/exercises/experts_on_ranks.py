@@ -61,7 +61,7 @@ def my_moe(attempt: Attempt, setting: Setting):
                                                              f"columns of each of {experts} experts")
         where = {"any": "", "expert 4 never": ", no token for expert 4",
                  "experts 0 to 2": ", all of whose experts are on rank 0"}[choice]
-        what = f"{counted(tokens, 'token')}{where}, ranks that hold {how}: "
+        what = f"{counted(tokens, 'token')} with top_k {top_k}{where}, ranks that hold {how}: "
         with saying(what):
             ran = on_ranks(size, _counted, attempt, x, weights, ids, held, cut, gate_up, down, waits=_WAITS)
         _judge_moe(ran, x, weights, ids, held, cut, gate_up, down, what, attempt.made)

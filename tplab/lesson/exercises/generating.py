@@ -71,6 +71,8 @@ def judge_calls(toy: Toy, found, ids: list[int], count: int, drawn: str = "the t
         text += [toy.drawn[number - 1]] * (have == len(text))
     if found[:len(ids)] == ids and len(found) == len(ids) + count:
         raise NotYet("the prompt comes back too; only the new ids are asked for")
+    if count and len(found) > count and found[-count:] == text[len(ids):]:
+        raise NotYet(f"{len(found)} ids came back. The last {count} are right: what stood in the list before?")
     if len(found) != count:
         raise NotYet(f"{counted(len(found), 'id')} came back; {counted(count, 'new one')} must" +
                      ", whichever are drawn" * (len(found) < count))

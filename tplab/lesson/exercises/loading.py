@@ -9,7 +9,7 @@ import torch
 from tplab.checkpoint import Checkpoint
 from tplab.checkpoint.layout import by_parameter, tensor_parts
 from tplab.checkpoint.random_weights import random_tensors
-from tplab.lesson.attempt import Attempt, NotYet, for_each, guarded, kind, on_ranks, saying
+from tplab.lesson.attempt import Attempt, NotYet, for_each, guarded, kind, on_ranks, saying, with_its_own
 from tplab.lesson.cuts import dealt, judge_part, owns, read_once, share_of
 from tplab.lesson.toy_checkpoint import CountedCheckpoint, ToySource, toy_model
 from tplab.lesson.verdict import Setting, at, exercise
@@ -28,11 +28,11 @@ _ALONE = "one rank keeps everything, so it was judged on examples with 2 and 3"
 def my_row_shard(attempt: Attempt, setting: Setting):
     """A weight of 5 rows and 9 columns over 2 and 3 ranks; then the engine's."""
     def check(size):
-        for number, columns in enumerate(dealt(9, size)):
-            source = ToySource((5, 9), (torch.float32, torch.float16)[size - 2])
-            head = f"rank {number} of {size}, a weight [5, 9]: "
-            found = attempt(source, columns)
-            judge_part(found, source.whole, columns, head, dim=1)
+        columns, dtype = dealt(9, size), (torch.float32, torch.float16)[size - 2]
+        sources = [ToySource((5, 9), dtype) for _ in columns]
+        for number, (found, _) in enumerate(on_ranks(size, with_its_own, attempt, sources, columns)):
+            source, head = sources[number], f"rank {number} of {size}, a weight [5, 9]: "
+            judge_part(found, source.whole, columns[number], head, dim=1)
             read_once(source.taken, found.nbytes, head, "which pair of brackets reads the file?")
             owns(found, head)
 

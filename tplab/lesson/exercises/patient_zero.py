@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -148,6 +149,8 @@ def apply_rope(attempt: Attempt, setting: Setting):
 
 class _Model(Uncopied):
     """The toy of notebook 06, called like patient zero's model: its cache is a tensor of as many tokens."""
+
+    config = SimpleNamespace(eos_token_id=ENDS[0])
 
     def begin(self, draws) -> None:
         """A new text."""

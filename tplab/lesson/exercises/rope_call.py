@@ -53,8 +53,8 @@ def _in_shape(attempt: Attempt, function, tokens: int, heads: int, kv_heads: int
         raise NotYet(f"self.rotate raised {type(errors[0]).__name__}: {errors[0]}, and your function went on: what "
                      "catches it?")
     if not asked:
-        raise NotYet("self.rotate was never called: the rotation of the checkpoint's own architecture is to turn q "
-                     "and k")
+        raise NotYet(f"q [{tokens}, {heads}, 6], from position 3 on: self.rotate was not called. It is the rotation of "
+                     "the checkpoint's own architecture, which is to turn q and k")
     found = pair(found, q, k)
     for name, one, x in (("q", found[0], q), ("k", found[1], k)):
         tensor(one, "tokens, heads, head_dim", x.shape, x.dtype, it=f"{name} comes back as")

@@ -137,7 +137,8 @@ def _decided(answer: list[int], table: torch.Tensor, ids: torch.Tensor) -> None:
     best, size = table.argmax(1), table.shape[1]
     right = offers(best).tolist()
     row = next((row for row, pair in enumerate(zip(answer, right)) if pair[0] != pair[1]), 0)
-    whose = f"Yours is rank {ids[row].tolist().index(answer[row])}'s" if answer[row] in ids[row] else "It is no rank's"
+    at = (ids == answer[row]).nonzero().tolist()
+    whose = f"Yours is rank {at[0][1]}'s, for sequence {at[0][0]}" if at else "It is no rank's"
     with saying(f"sequence {row} of {len(right)}: {answer[row]} comes back, where {right[row]} has the best score. "):
         agree(answer, right, {
             "NaN counts as the largest, as in torch.argmax; else a broken model would go unnoticed":
