@@ -27,7 +27,7 @@ def test_the_lines_are_medians_and_the_bands_the_middle_half():
 
 def test_the_legend_has_microseconds_and_gigabytes_per_second():
     assert [text.get_text() for text in show.collective_cost_figure(MEASURED).legends[0].get_texts()] == [
-        "shared: 20 µs at least, then 1.0 GB/s", "gloo: 100 µs at least, then 0.6 GB/s"]
+        "shared: 20 µs for small messages, then 1.0 GB/s", "gloo: 100 µs for small messages, then 0.6 GB/s"]
     assert latency_and_bandwidth({4: [1.0], 8: [1.0]}) == (1.0, pytest.approx(8e9)), "no slower than the first one"
 
 

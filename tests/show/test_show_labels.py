@@ -49,7 +49,7 @@ FIGURES = {
              ("MB", ""), ["a", "b"]),
     "cost": (lambda **given: show.collective_cost_figure(COSTS, {"one token": 16}, **given), "The cost of a collective",
              ("size of the message on each rank", "time of one collective"),
-             ["shared: 10 µs at least, then 0.0 GB/s"]),
+             ["shared: 10 µs for small messages, then 0.0 GB/s"]),
     "threads": (lambda **given: show.threads_figure({1: [1.0] * 3, 2: [2.0] * 3}, 2, 1, **given),
                 "Threads of ranks that share the cores",
                 ("time of one step, relative to one thread per rank (this machine has 1 free core)", ""), None),

@@ -39,7 +39,8 @@ def my_attend(attempt: Attempt, setting: Setting):
                        "1, not at all": 1, "1 / scaling": 1 / scaling, "scaling ** 2": scaling ** 2,
                        "head_dim ** -0.5": dim ** -0.5}.items()},
                 "the mask is not used: tokens see the future": attend(q, k, v, mask & False, scaling),
-                "True in the mask means: must not look. Yours looks just there": attend(q, k, v, ~mask, scaling),
+                "True in the mask means: must not look. Yours looks just there": (
+                    (turned := attend(q, k, v, ~mask, scaling)), turned.nan_to_num(0)),
                 "queries are counted from key 0 on, as is_causal and triu(1) do; the mask knows where they stand":
                     attend(q, k, v, torch.ones_like(mask).triu(1), scaling),
                 "the mask comes after the softmax, so the weights that are left do not add up to 1":

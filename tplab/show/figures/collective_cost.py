@@ -59,7 +59,7 @@ def _line(ax, label, line, look: Look) -> None:
     sizes = sorted(line)
     low, middle, high = (np.array([np.quantile(line[size], q) for size in sizes]) for q in (0.25, 0.5, 0.75))
     latency, bandwidth = latency_and_bandwidth(line)
-    text = f"{label}: {1e6 * latency:,.0f} µs at least, then {bandwidth / 1e9:.1f} GB/s"
+    text = f"{label}: {1e6 * latency:,.0f} µs for small messages, then {bandwidth / 1e9:.1f} GB/s"
     ax.fill_between(sizes, low, high, color=look.color, alpha=0.12, lw=0)
     ax.plot(sizes, middle, color=look.color, marker=look.marker, ms=7, mec="white", label=text)
 
