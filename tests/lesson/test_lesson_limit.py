@@ -135,5 +135,5 @@ def test_an_endless_answer_to_every_exercise_gets_a_verdict(name, capsys, monkey
     monkeypatch.setattr(limit, "LIMIT", 0.2)
     monkeypatch.setattr(attempt, "LIMIT", 0.2)
     assert not lesson.judge(defined(looping[name], name), "fable", [5, 6, 7], name=name).passed
-    assert "not finished after 0.2 s: " in capsys.readouterr().out
+    assert "not finished after 0.2 s:" in capsys.readouterr().out
     gone("logical rank")
