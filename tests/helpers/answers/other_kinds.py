@@ -37,7 +37,7 @@ _FIRST = {"mask_scores": "= [1, 2, 3, 3] must come back", "my_additive_mask": "=
           "my_positions": "yours are [3, 4, 5, 6, 7, 0, 1, 2, 3, 3, 5, 6], and [6, 0] are right",
           "my_key": "the key is its parent's",
           "my_best_offer": "= [3] must come back", "my_generate": "step is never called",
-          "my_row_shard": "columns 0–1 come back where", "my_load": "rank 1's", "my_spread": "how could it know?",
+          "my_load": "rank 1's", "my_spread": "how could it know?",
           "my_agree": "does its work 0 times", "my_rounds": "writes 0 times in 1 round"}
 _KEPT = "    if not kept:\n        kept.append(right({takes}))\n    return kept[0]"
 
