@@ -195,8 +195,12 @@ def test_a_jupyter_kernel(tmp_path, monkeypatch):
         )
         _, said = cell(start + "print(pool.run(fn))")
         assert said == "[rank 0] hello\n[rank 1] hello\n[2.0, 2.0]\n"
+        # A kernel that shuts down sends SIGTERM to all children in its group, and waits until none is left.
+        _, said = cell("print([' '.join(child.cmdline()) for child in psutil.Process().children(recursive=True) "
+                       "if os.getpgid(child.pid) == os.getpgrp()])")
+        assert said == "[]\n", "the resource tracker would ignore it"
         reply, said = cell("def bad():\n    return 1 // rank()\npool.run(bad)")
-        assert reply["ename"] == "RankError" and "cell In[2], line 2, in bad\n    return 1 // rank()" in said
+        assert reply["ename"] == "RankError" and "cell In[3], line 2, in bad\n    return 1 // rank()" in said
         assert "watch.py" not in said and "pool.py" not in said
         wait = "def stuck():\n    if rank() == 0: time.sleep(100)\n    all_reduce(torch.ones(1))\n" \
                "print('running', flush=True)\n"

@@ -5,11 +5,12 @@ milliseconds.
 """
 
 import os
+import subprocess
 import sys
 import tempfile
 import threading
 from contextlib import contextmanager, suppress
-from multiprocessing import current_process, forkserver, spawn, util
+from multiprocessing import current_process, forkserver, resource_tracker, spawn, util
 
 import torch.multiprocessing as mp
 
@@ -77,6 +78,7 @@ class _Start(threading.Thread):
         process = context.Process(target=worker.main, args=(self.spec,), name=name, daemon=True)
         with _lock, _without_main():
             _find_server()
+            _start_tracker()
             if linux:
                 _make_socket_folder()
                 context.set_forkserver_preload(_PRELOAD)
@@ -104,6 +106,22 @@ def _find_server() -> None:
         with suppress(FileExistsError):
             os.mkdir(os.path.dirname(address), 0o700)  # multiprocessing listens there again, and removes it at exit
         forkserver._forkserver.__init__()
+
+
+def _start_tracker() -> None:
+    """Start multiprocessing's resource tracker, which ignores SIGTERM, in a session of its own: a Jupyter kernel that
+    shuts down waits for seconds until all children in its process group have ended."""
+    def apart(path, args, passfds):
+        tracker = subprocess.Popen(args, executable=path, pass_fds=passfds, restore_signals=False,
+                                   start_new_session=True)
+        tracker.returncode = 0  # it ends when this process does; nobody waits for it
+        return tracker.pid
+
+    usual, util.spawnv_passfds = util.spawnv_passfds, apart
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        util.spawnv_passfds = usual
 
 
 def _make_socket_folder() -> None:
