@@ -122,7 +122,7 @@ class Exercise:
             if lines[0] != KEEPS and attempt.memory.shows():
                 lines[1:] = [KEEPS.capitalize()]
             if idle:
-                more = [line + "." * (line[-1] != "?") for line in lines[2:]]
+                more = [line + "." * (not line.endswith("?")) for line in lines[2:]]
                 lines[2:] = [" ".join([*more, f"Your code never reads {', '.join(idle)}"])]
             raise NotYet("\n".join(lines)) from wrong
 
