@@ -60,6 +60,7 @@ class _Block:
     patches: dict[tuple[int, str], Patch] = field(default_factory=dict)  # by the place of each; of two the last one
     holder: Callable = lambda: None  # a weak reference
     over: bool = False
+    cleans: bool = False  # whether the patches of the blocks around it rest
 
     def is_alive(self) -> bool:
         return not self.over and self.holder() is not None
@@ -81,10 +82,11 @@ def _settle() -> dict[tuple[int, str], Patch]:
         _blocks[:] = [block for block in _blocks if block.is_alive()]
         wanted = {}
         for block in _blocks:
+            wanted = {} if block.cleans else wanted
             wanted.update(block.patches)
         for key, place in list(_places.items()):
             place.put(wanted.get(key))
-            if key not in wanted:
+            if not any(key in block.patches for block in _blocks):
                 del _places[key]
         return wanted
 
@@ -202,8 +204,8 @@ class applied:
 
     __exit__ = _Exit()
 
-    def __init__(self, *patchables):
-        self._patches = as_patches(patchables)
+    def __init__(self, *patchables, clean: bool = False):
+        self._patches, self._cleans = as_patches(patchables), clean
         self._offered: dict[int, _Block] = {}  # by thread: to the `with` statement that is about to enter
         self._entered: list[_Block] = []  # by an ExitStack, which holds this object instead
 
@@ -219,6 +221,7 @@ class applied:
                     key, place = _place(patch.target)
                     _check_call(patch.target, original(patch.target), patch.replacement)
                     _places[key], block.patches[key] = place, patch
+                block.cleans = self._cleans
                 _blocks.append(block)
                 _settle()
         except BaseException:

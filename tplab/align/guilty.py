@@ -1,19 +1,16 @@
-"""Tells wrong modules from modules with wrong inputs: every recorded point against the local frame."""
+"""Tells wrong modules from modules with wrong inputs: every recorded point against a replay."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
-from tplab.align.arithmetic import distance
 from tplab.align.floors import LOCAL, SHORT, TIMES
-from tplab.align.local import LocalFrame
 from tplab.align.points import inputs, point_names
 from tplab.align.recording import Recording
+from tplab.align.replay import Replay
 from tplab.checkpoint import Checkpoint
 from tplab.shard import ShardPlan
-
-CLEAR = 0.25  # of the tolerance: below it, an expected value in float32 decides
 
 
 @dataclass(frozen=True)
@@ -33,97 +30,64 @@ class LocalDiff:
         return not self.guilty
 
 
-class Judge:
-    """Every recorded point's :class:`LocalDiff`, in the order of the forward pass.
+def by_row(held: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The difference of each row relative to the row's largest value in ``right``, ``[rows]``. NaN says nothing where
+    ``right`` has it; where ``held`` alone has it, the row is infinitely far."""
+    held, right = held.to(right.dtype).flatten(1), right.flatten(1)
+    known = right.isfinite()
+    gap = (held - right).abs().masked_fill(~known, 0).nan_to_num(nan=float("inf"), posinf=float("inf"))
+    scale = right.abs().masked_fill(~known, 0).amax(1)
+    return gap.amax(1) / scale.clamp(min=max(1e-4 * scale.max().item(), 1e-30))
 
-    It has the local frame of a recording in several precisions, each made on demand. Points of a float32 run are judged
-    in float32, and near the tolerance again in float64; those of bfloat16 and float16 runs in float32. The frame in the
-    run's own dtype shows the size of its rounding.
-    """
+
+class Judge(Replay):
+    """Every recorded point's :class:`LocalDiff`, in the order of the forward pass."""
 
     def __init__(self, recording: Recording, ckpt: Checkpoint, plan: ShardPlan):
-        self.recording, self.ckpt, self.plan = recording, ckpt, plan
-        self.exact = torch.float32 if recording.dtype in SHORT else torch.float64
-        self.layer, self._frames = 0, {}
+        super().__init__(recording, ckpt, plan)
+        self.unexplained: set[str] = set()  # short names of points that nothing explained
+        self.rights: dict[tuple[str, int], torch.Tensor] = {}  # what ranks should hold at guilty points
         self._suspects: dict[str, str] = {}  # unrecorded points → the first guilty one computed from them
 
-    def frame_in(self, dtype: torch.dtype) -> LocalFrame:
-        """The frame in this precision, at the layer that was entered last."""
-        frame, layer = self._frames.get(dtype, (None, None))
-        if layer != self.layer:
-            frame = frame or LocalFrame(self.recording, self.ckpt, self.plan, dtype)
-            frame.enter(self.layer)
-            self._frames[dtype] = frame, self.layer
-        return frame
+    def expected(self, name: str, of: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """What a rank should hold at a point."""
+        if dtype is None and (name, of) in self.rights:
+            return self.rights[name, of]
+        return self.made(name, (), dtype)[of][name]
 
-    @property
-    def frame(self) -> LocalFrame:
-        """The most exact one."""
-        return self.frame_in(self.exact)
+    def tolerance(self, name: str, of: int) -> float:
+        """The difference that rounding explains at a point, relative to the row's scale."""
+        if self.recording.dtype not in SHORT:
+            return LOCAL[self.recording.dtype]
+        off = by_row(self.expected(name, of, self.recording.dtype), self.expected(name, of))
+        return max(LOCAL[self.recording.dtype], TIMES * off.max().item())
 
-    def enter(self, name: str) -> None:
-        """Go on to the layer of a point; the embedding belongs to the first, the end of the model is one more."""
-        at, _, point = name.rpartition(".")
-        self.layer = int(at.split(".")[1]) if at else 0 if point == "embed" else self.ckpt.config.num_layers
-
-    def tolerance(self, name: str, rank: int, needed: float = float("inf")) -> float:
-        """The difference that rounding explains at a point, relative to the row's scale. The module's rounding is
-        measured only where ``needed`` is more than what is always allowed."""
-        least = LOCAL[self.recording.dtype]
-        if needed <= least:
-            return least
-        rounded = self.frame_in(self.recording.dtype).expected(name, rank)
-        return max(least, TIMES * distance(rounded, self.frame.expected(name, rank)))
-
-    def _off(self, name: str, rank: int, tensor: torch.Tensor, known: list) -> tuple[float, bool]:
-        """A point's difference on a rank, and whether any expected value is a number. ``known``: the same for earlier
-        pairs of tensors, since ranks may share an object."""
-        for dtype in dict.fromkeys((self.recording.dtype, self.exact)):
-            if dtype is self.exact or dtype is torch.float32:
-                right = self.frame_in(dtype).expected(name, rank)
-                found = next((found for *pair, found in known if pair[0] is tensor and pair[1] is right), None)
-                if found is None:
-                    found = distance(tensor, right), _says_something(right)
-                    known.append((tensor, right, found))
-                if found[0] <= CLEAR * LOCAL[self.recording.dtype]:
-                    break
-        return found
+    def diffs(self) -> dict[str, LocalDiff]:
+        """All verdicts. Raises CheckpointError if the checkpoint's files are no longer those that were opened."""
+        self.ckpt.check_unchanged()
+        return {name: self.diff(name) for name in recorded_points(self.recording, self.ckpt)}
 
     @torch.inference_mode()
     def diff(self, name: str) -> LocalDiff:
         """The verdict on one recorded point."""
-        diff = self._measured(name)
+        found, says = [], False
+        for of in self.ranks:
+            if self.recording.points[name][of] is not None and (held := self.held(name, of)) is not None:
+                right = self.expected(name, of)
+                off = by_row(held, right).max().item() if right.numel() else 0.0
+                least = LOCAL[self.recording.dtype]
+                found.append((off, of, least if off <= least else self.tolerance(name, of)))
+                says = says or bool(right.isfinite().any())
+        if not found:
+            return LocalDiff(name, 0.0, 0, 1.0, ())
+        off, of, tolerance = max(found, key=lambda one: one[0] / one[2])
+        diff = LocalDiff(name, off, of, tolerance, tuple(r for o, r, t in found if not o <= t), not says)
         if diff.guilty:
+            self.rights |= {(name, of): self.expected(name, of) for _, of, _ in found}
             unseen = unseen_before(name, self.recording, self.ckpt)
             diff = replace(diff, perhaps_from=next((self._suspects[p] for p in unseen if p in self._suspects), ""))
             self._suspects.update(dict.fromkeys(unseen, diff.perhaps_from or name))
         return diff
-
-    def _measured(self, name: str) -> LocalDiff:
-        self.enter(name)
-        found, seen, known = [], False, []
-        for rank, shard in enumerate(self.recording.points[name]):
-            if shard is not None:
-                off, says = self._off(name, rank, shard.tensor, known)
-                found.append((off, rank, self.tolerance(name, rank, off)))
-                seen = seen or says
-        off, rank, tolerance = max(found, key=lambda one: one[0] / one[2])
-        return LocalDiff(name, off, rank, tolerance, tuple(r for o, r, t in found if not o <= t), not seen)
-
-
-def _says_something(right: torch.Tensor) -> bool:
-    """Whether any value is a number; mostly the first row has one, which saves a look at the others."""
-    return bool(torch.isfinite(right[:1]).any() or torch.isfinite(right).any())
-
-
-def local_diffs(recording: Recording, ckpt: Checkpoint, plan: ShardPlan) -> dict[str, LocalDiff]:
-    """Every recorded point's :class:`LocalDiff`, in the order of the forward pass.
-
-    Raises CheckpointError if the checkpoint's files are no longer those that were opened.
-    """
-    ckpt.check_unchanged()
-    judge = Judge(recording, ckpt, plan)
-    return {name: judge.diff(name) for name in recorded_points(recording, ckpt)}
 
 
 def recorded_points(recording: Recording, ckpt: Checkpoint) -> Iterator[str]:

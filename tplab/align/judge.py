@@ -7,7 +7,7 @@ import torch
 from tplab.align.floors import SHORT
 from tplab.align.gather import whole_point
 from tplab.align.guilty import Judge, LocalDiff, recorded_points
-from tplab.align.local import Weights
+from tplab.align.tensors import Weights
 from tplab.align.points import POINTS
 from tplab.align.recording import Recording
 from tplab.align.reference import hf_model, hf_trace
@@ -72,7 +72,7 @@ def judge(recording: Recording, ckpt: Checkpoint, plan: ShardPlan, patches: tupl
     report = kind(ckpt.name, plan, recording.dtype, recording.ids, points, evidence, checkpoint=ckpt,
                   patches=tuple(patch.target for patch in patches), computed=computed, recording=recording, **more)
     if judged:
-        report.local = local
+        report.local, report.judge = local, judged
     if not by_local and report.ok:
         report.recording = None
     return report

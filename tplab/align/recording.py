@@ -53,6 +53,8 @@ class Recording:
     points: Mapping[str, list[Shard | None]]  # canonical name → a shard per rank, None for a rank without it
     dtype: torch.dtype  # in which most of the points were recorded
     origins: list[tuple[int, int]] = field(default_factory=list)  # per row, the call that computed it, its row there
+    segments: list[list] = field(default_factory=list)  # per call, its sequences' block tables, where they are known
+    block_size: int = 1
     declared: list[int] | None = None  # per row, the position that the engine gave, if any of them differs
     assumed: dict[str, str] = field(default_factory=dict)  # point → its tensor and its layout, in words
     unplaced: list[str] = field(default_factory=list)  # tensors that are no known point, and why

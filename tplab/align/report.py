@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from tplab.align.floors import LOCAL, TIMES, bound, relative_floor
-from tplab.align.guilty import LocalDiff, local_diffs
+from tplab.align.guilty import Judge, LocalDiff
 from tplab.align.points import layout
 from tplab.align.recording import Recording
 from tplab.checkpoint import Checkpoint
@@ -116,7 +116,12 @@ class AlignReport:
     def local(self) -> dict[str, LocalDiff]:
         """Every recorded point judged from its own inputs, in the order of the forward pass. Empty where all points are
         right. Raises CheckpointError if the checkpoint has changed since the run."""
-        return {} if self.recording is None else local_diffs(self.recording, self.checkpoint, self.plan)
+        return {} if self.recording is None else self.judge.diffs()
+
+    @cached_property
+    def judge(self) -> Judge:
+        """What every point should be."""
+        return Judge(self.recording, self.checkpoint, self.plan)
 
     @property
     def guilty(self) -> list[str]:

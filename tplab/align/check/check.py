@@ -63,9 +63,7 @@ _OTHER_READINGS = (  # another way to read the recording, when it is possible, a
      <= report.checkpoint.config.experts.num_experts,
      lambda other, report: _unexplained(other) < _unexplained(report)),
     (dict(trust_positions=True), lambda report: report.recording.doubts, _guilty_of_less),
-    (dict(trust_positions=True, unknown_start=True), lambda report: report.recording.doubts, _guilty_of_less),
-    (dict(usual_order=True), lambda report: report.recording.reordered,  # what follows was made of the usual order
-     lambda other, report: not set(other.guilty) & set(report.guilty)))
+    (dict(trust_positions=True, unknown_start=True), lambda report: report.recording.doubts, _guilty_of_less))
 
 
 def _unexplained(report: CheckReport) -> tuple[int, int]:

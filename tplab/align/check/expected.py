@@ -3,18 +3,16 @@
 from functools import cached_property
 
 import torch
+from torch.nn import functional as F
 
-from tplab.align.arithmetic import activation, rotated
 from tplab.align.check.names import role_of, split_name
 from tplab.align.check.sources import FEW, SAMPLE, SHAPE, Source, Sources
-from tplab.align.local import LocalFrame
-from tplab.align.points import layer_of
-from tplab.align.recording import Recording
+from tplab.align.points import POINTS, as_index, layer_of, layout
 from tplab.align.reference import hf_model, hf_trace
+from tplab.align.tensors import Weights
 from tplab.checkpoint import Checkpoint
-from tplab.checkpoint.layout import EMBEDDING, HEAD
-from tplab.model.rope import Rotary
-from tplab.shard import ShardPlan
+from tplab.checkpoint.layout import EMBEDDING, EXPERTS, HEAD
+from tplab.model.rope import Rotary, rotate
 
 TABLES = "cos and sin of the rotation, which are no points by themselves"
 _TABLE_NAMES = {"position_embeddings", "rotary_pos_emb", "freqs_cis", "freqs", "cos", "sin", "cos_sin", "rope_cache"}
@@ -24,41 +22,51 @@ _MADE_OF = {**dict.fromkeys("qkv", "input_norm"), **dict.fromkeys(("gate", "up",
 
 
 class Expected:
-    """The operations of :mod:`tplab.align.operations` on recorded rows, for the whole model, in float32; and Hugging
-    Face's points at the sampled rows. Weights of one layer are kept at a time."""
+    """What Hugging Face's own modules make of recorded rows, for the whole model, in float32; and Hugging Face's points
+    at the sampled rows. Weights of one layer are kept at a time."""
 
     def __init__(self, ckpt: Checkpoint, sources: Sources | None = None):
         self.ckpt, self.config, self.sources = ckpt, ckpt.config, sources
-        nothing = Recording(1, [[]], [], [], [], {}, torch.float32)
-        self._frame = LocalFrame(nothing, ckpt, ShardPlan.from_config(ckpt.config, 1), torch.float32)
-        self._rotary = Rotary(ckpt.config.hf)
+        self._weights, self._rotary = Weights(ckpt, torch.float32, torch.float32), Rotary(ckpt.config.hf)
 
     def module(self, point: str, layer: int | None) -> str:
         """The checkpoint's name of the module behind a point."""
-        return self._frame.module("" if layer is None else f"layers.{layer}.", point)
+        name = EXPERTS[self.config.experts.stored][0] if point == "router_logits" else POINTS[point].module
+        return name if layer is None else f"model.layers.{layer}.{dict(self.config.norms).get(name, name)}"
 
     def weight(self, name: str) -> torch.Tensor | None:
         """A tensor of the checkpoint; None if this model has none of that name."""
-        weights = self._frame.weights
         if name == HEAD and self.config.tie_word_embeddings:
             name = EMBEDDING
-        if name not in weights:
+        if name not in self._weights:
             return None
-        layer = name.split(".")[:3]
-        if name not in weights.kept:
-            weights.kept = {kept: tensor for kept, tensor in weights.kept.items() if kept.split(".")[:3] == layer}
-        return weights[name]
+        layer, kept = name.split(".")[:3], self._weights.kept
+        if name not in kept:
+            self._weights.kept = {other: x for other, x in kept.items() if other.split(".")[:3] == layer}
+        return self._weights[name]
 
-    def of(self, name: str, x: torch.Tensor, **changed) -> torch.Tensor:
-        """The point that a matrix makes of ``x``, or ``mlp_act`` from the second norm's output; ``changed``: as for
-        :meth:`tplab.align.operations.Operations.make`."""
+    def of(self, name: str, x: torch.Tensor, features=None, bias: bool = True) -> torch.Tensor:
+        """The point that a module makes of ``x``, or ``mlp_act`` from the second norm's output; ``features``: of a
+        row-parallel matrix, the columns that ``x`` has."""
         at, _, point = name.rpartition(".")
-        if point == "logits":
-            return self._frame.finished(x.float() @ self.weight(HEAD).T)
+        layer, x = layer_of(name), x.float()
+        if POINTS[point].op == "norm" or point == "moe_partial":
+            inner = hf_model(self.ckpt, torch.float32).get_submodule(
+                f"model.layers.{layer}.mlp" if point == "moe_partial" else self.module(point, layer))
+            with torch.inference_mode():
+                found = inner(x[None] if point == "moe_partial" else x)
+            return (found[0] if isinstance(found, tuple) else found).reshape(x.shape)
         if point == "mlp_act":
-            return activation(self.config.hidden_act)(self.of(f"{at}.gate", x)) * self.of(f"{at}.up", x)
-        self.weight(f"{self.module(point, layer_of(name))}.weight")
-        return self._frame.make(name, 0, x=x.float(), **changed)
+            from transformers.activations import ACT2FN
+
+            return ACT2FN[self.config.hidden_act](self.of(f"{at}.gate", x)) * self.of(f"{at}.up", x)
+        module = self.module(point, layer)
+        weight, added = self.weight(f"{module}.weight"), self.weight(f"{module}.bias") if bias else None
+        y = F.linear(x.flatten(1), weight if features is None else weight[:, as_index(features)], added)
+        if point == "logits":
+            y, cap = y / self.config.logits_scaling, self.config.final_logit_softcapping
+            return torch.tanh(y / cap) * cap if cap else y
+        return y.unflatten(1, (-1, self.config.head_dim)) if "heads" in layout(point) else y
 
     def _tables(self, *kind: str) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin at the sampled rows' positions, in layers of this type."""
@@ -67,9 +75,10 @@ class Expected:
 
     def turned(self, at: str, x: torch.Tensor) -> torch.Tensor:
         """``x [sampled rows, heads, head_dim]`` rotated as in a layer."""
-        if not self.config.rotates[layer_of(at)]:
-            return x.float()
-        return rotated(self.config.model_type, x.float(), *self._tables(*self._frame.rope_type(at)))
+        layer, x = layer_of(at), x.float().transpose(0, 1)[None]
+        if self.config.rotates[layer]:
+            x = rotate(self.config.model_type)(x, x[:, :0], *self._tables(*self.config.rope_layer_types[layer:][:1]))[0]
+        return x[0].transpose(0, 1)
 
     # Expected values of a source.
 

@@ -6,7 +6,6 @@ from functools import lru_cache, partial
 
 import torch
 
-from tplab.align.check.by_value import place_by_value
 from tplab.align.check.expected import TABLES
 from tplab.align.check.match import GROUP_OF, near, real_items
 from tplab.align.check.names import pattern_of, role_in, split_name
@@ -23,14 +22,12 @@ from tplab.shard import ShardPlan
 KEPT = 60  # points whose tensors are kept in memory: those of some three layers
 
 
-def find_points(recorded, ckpt: Checkpoint, names: dict[str, str] | None = None, *, usual_order: bool = False,
-          enable_expert_parallel: bool = False, **reading) -> Recording:
+def find_points(recorded, ckpt: Checkpoint, names: dict[str, str] | None = None, *, enable_expert_parallel: bool = False, **reading) -> Recording:
     """Find the point of each recorded tensor, the token of each row, and each rank's share.
 
     Args:
         recorded: what :func:`tplab.align.check.folder.read_recorded` returns.
         names: ``{pattern: point}`` for unknown names; see :mod:`tplab.align.check.overrides`.
-        usual_order: as for :class:`tplab.align.check.shares.Shares`.
         enable_expert_parallel: whole experts are dealt out.
         reading: as for :class:`tplab.align.check.rows.Texts`.
 
@@ -40,12 +37,10 @@ def find_points(recorded, ckpt: Checkpoint, names: dict[str, str] | None = None,
     """
     sources = Sources(recorded, ckpt.config, names, **reading)
     plan = staged(ckpt.config, sources.stages, enable_expert_parallel)
-    shares = Shares(sources, ckpt, plan, usual_order)
-    by_value = place_by_value(sources, shares)
+    shares = Shares(sources, ckpt, plan)
     parameters, unknown = parameters_of(recorded, shares)
-    found = _Placement(sources, shares, by_value).recording()
+    found = _Placement(sources, shares).recording()
     found.plan, found.parameters = plan, parameters
-    found.reordered = bool(shares.orders) or any(split.reordered for split in shares.splits.values())
     found.holders = {layer: stage for stage in sources.stages for layer in sources.layers_of(*stage)}
     found.unplaced += [f"{name}: no tensor of the checkpoint that the conventions know" for name in unknown]
     return found
@@ -81,9 +76,9 @@ class _Points(UserDict):
 
 
 class _Placement:
-    def __init__(self, sources: Sources, shares: Shares, by_value: dict[str, str]):
+    def __init__(self, sources: Sources, shares: Shares):
         self.sources, self.shares, self.config = sources, shares, shares.config
-        self.by_value, self.points, self.assumed = by_value, _Points(sources.world_size), {}
+        self.points, self.assumed = _Points(sources.world_size), {}
         self.dtypes: Counter = Counter()
         self.unplaced: dict[tuple[str, str], set[int]] = {}  # what and why, without the layer → the layers
 
@@ -124,9 +119,8 @@ class _Placement:
             if None not in shards(SHAPE).values():
                 self.points[name] = partial(shards, WHOLE)
                 self.dtypes[source.dtype] += 1
-                how = self.by_value.get(source.pattern) or self.by_value.get(source.pattern[0])
                 spread = self.shares.layouts[group].sentence if group else ""
-                self.assumed[name] = f"from {source}{f' ({how})' if how else ''}; {words}{spread}"
+                self.assumed[name] = f"from {source}; {words}{spread}"
                 return source
             self._leave_out(source, f"rows or columns other than {name.rpartition('.')[2]}'s")
         return None

@@ -186,6 +186,12 @@ class Sources:
                     if not (id(entry) in claimed or id(entry) in ignored) and entry.dtype.is_floating_point:
                         collect(self._unclaimed, BY_VALUE, entry, rank, index)
 
+    def points(self) -> list[str]:
+        """The points that some tensor may be, fused ones as their parts."""
+        parts = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
+        return [at + part for name in self._points for at, point in [(name[:name.rfind(".") + 1], name.rpartition(".")[2])]
+                for part in parts.get(point, (point,))]
+
     def claimed(self) -> list[Source]:
         """The tensors that may be a point, each once."""
         return list({(s.name, s.kind, s.path): s for of in self._points.values() for s in of.values()}.values())

@@ -6,8 +6,8 @@ from typing import ClassVar
 
 import torch
 
-from tplab.align.check.ordinary import Ordinary
-from tplab.align.diagnose.case import Diagnosis
+from tplab.align.check.ordinary import noisy
+from tplab.align.diagnosis import Diagnosis
 from tplab.align.floors import SHORT
 from tplab.align.guilty import Judge
 from tplab.align.report import AlignReport, internal_error
@@ -47,30 +47,19 @@ class CheckReport(AlignReport):
                               next(iter(self.guilty), "layout"), points=tuple(self.guilty))]
 
     @cached_property
-    def ordinary(self) -> dict[str, str]:
-        """Guilty points that a right engine may have: name → the reason ("TF32 products")."""
-        try:
-            with torch.inference_mode():
-                return Ordinary(self).explained(super().guilty)
-        except Exception as error:  # the last resort: then these points are guilty
-            self.failed = self.failed or internal_error("the ordinary set-ups", error)
-            return {}
-
-    @cached_property
     def other_checkpoint(self) -> bool:
         """Whether no weight is this checkpoint's: no product of a matrix is like the expected one."""
         made = [name for name in self.local if name.rpartition(".")[2] in _WEIGHTED]
         if len(made) < 3 or any(self.local[name].inside for name in made):
             return False
-        judge = Judge(self.recording, self.checkpoint, self.plan)
         with torch.inference_mode():
-            return all(_likeness(judge, name) < 0.5 for name in made)
+            return all(_likeness(self.judge, name) < 0.5 for name in made)
 
     @cached_property
     def guilty(self) -> list[str]:
         if self.other_checkpoint:
             return []
-        known = self.ordinary.keys() | self.recording.lost | self.adapted
+        known = self.recording.lost | self.adapted
         return [name for name in super().guilty if name not in known]
 
     @cached_property
@@ -83,7 +72,7 @@ class CheckReport(AlignReport):
     def quantised(self) -> bool:
         """Whether no finding has a name, and every difference is like rounding to eight bits with unknown scales."""
         with torch.inference_mode():
-            return self.unnamed and Ordinary(self).noisy(self.guilty)
+            return self.unnamed and noisy(self, self.guilty)
 
     @cached_property
     def misplaced(self) -> bool:
@@ -109,7 +98,7 @@ class CheckReport(AlignReport):
     @property
     def open_questions(self) -> list[str]:
         """The reasons why the engine may be wrong although no bug was seen."""
-        known = self.guilty or self.ordinary or self.other_checkpoint or self.adapted or self.recording.contradictions
+        known = self.guilty or self.other_checkpoint or self.adapted or self.recording.contradictions
         far = not known and self.dtype not in SHORT and next(
             (p for p in self.points if not max(p.relative, 0) <= GROWN * p.floor), None)
         first = next(iter(self.guilty), "")
@@ -132,10 +121,6 @@ class CheckReport(AlignReport):
     def warnings(self) -> list[str]:
         """What a right engine may do, and what it can lead to."""
         found = list(self.recording.warnings)
-        for what in dict.fromkeys(self.ordinary.values()):
-            names = [name for name, other in self.ordinary.items() if other == what]
-            worst = max(self.local[name].relative for name in names)
-            found.append(f"{what}: {_where(names)}; these points and those behind them are off by up to {worst:.0e}")
         apart = next((p for p in self.points if p.spread > 0 and self.local[p.name].inside), None)
         if apart and not self.guilty and not self.other_checkpoint:
             found.append(f"ranks differ by rounding: first at {apart.name}, by up to {apart.spread:.0e}; ranks that "
@@ -159,8 +144,6 @@ class CheckReport(AlignReport):
     def says(self, name: str) -> str:
         """``"guilty"`` with the ranks if not all are, ``"inherits"``, ``"only NaN came in"`` or nothing."""
         local = self.local[name]
-        if name in self.ordinary:
-            return self.ordinary[name]
         if local.perhaps_from:
             return f"guilty, or inherits from where {local.perhaps_from} has its error"
         if local.guilty:
@@ -175,8 +158,7 @@ class CheckReport(AlignReport):
         ends = [name for name in ("embed", "logits") if name not in self.local]
         heirs, many = sum(self.inherits(point.name) for point in self.points), len(self.guilty)
         guilty = f": {counted(many, 'guilty point')}, {heirs} more inherit{'s' * (heirs == 1)} an error"
-        said = {"clean": "clean: every module makes of its own inputs what Hugging Face's would"
-                + ", but for what the warning says" * bool(self.ordinary),
+        said = {"clean": "clean: every module makes of its own inputs what Hugging Face's would",
                 "bug": f"not clean{guilty if many else ''}", "cannot tell": "cannot tell"}
         lines = [f"{self.folder} as {self.model}: {counted(ranks, 'rank')}, "
                  f"{str(self.dtype).removeprefix('torch.')}, {len(self.recording.places)} rows, {len(self.points)} "
@@ -228,7 +210,7 @@ def _shortened(line: str) -> str:
 
 def _likeness(judge: Judge, name: str) -> float:
     """The correlation of a point with its expected values, on the first rank that has it."""
-    judge.enter(name)
-    rank, shard = next((rank, shard) for rank, shard in enumerate(judge.recording.points[name]) if shard is not None)
-    held, should = (x.flatten().double().nan_to_num(0, 0, 0) for x in (shard.tensor, judge.frame.expected(name, rank)))
+    rank = next(rank for rank, shard in enumerate(judge.recording.points[name]) if shard is not None)
+    held, should = (x.flatten().double().nan_to_num(0, 0, 0) for x in (judge.held(name, rank), judge.expected(
+        name, rank)))
     return (held @ should / (held.norm() * should.norm()).clamp(min=1e-30)).item()

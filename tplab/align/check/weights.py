@@ -5,18 +5,16 @@ This checks loading and slicing without a forward pass.
 
 import torch
 
-from tplab.align.check.fused import Fused
-from tplab.align.check.match import GROUP_OF, PARTS, Indices, match, real_items, usual_shares
+from tplab.align.check.match import GROUP_OF, PARTS, Indices, real_items
 from tplab.align.check.names import role_in, split_name
 from tplab.align.check.shares import ROWS, Shares
-from tplab.align.local import Weights
+from tplab.align.tensors import Weights
 from tplab.align.points import POINTS, columns_of
 from tplab.align.recording import Parameter, Recording
 from tplab.checkpoint import Checkpoint
 from tplab.checkpoint.layout import EMBEDDING, HEAD
 
 _LINEAR = [part for parts in PARTS.values() for part in parts]
-_COLUMNS = 16  # columns of a weight that are compared to find its rows
 
 
 def parameters_of(recorded, shares: Shares) -> tuple[list[dict[str, Parameter] | None], list[str]]:
@@ -27,13 +25,6 @@ def parameters_of(recorded, shares: Shares) -> tuple[list[dict[str, Parameter] |
     count. A weight of another size is kept with the share that it should have, so that the comparison shows it.
     """
     held = [known.parameters if known else {} for known in recorded.ranks]
-    for rank, entries in enumerate(held):
-        for name, entry in entries.items():
-            for part, rows in _parts(shares, name, entry, rank)[1].items() if split_name(name)[0] == 0 else ():
-                full, dim = shares.expected.weight(f"model.layers.0.{POINTS[part].module}.weight"), shares.dim(part)
-                if rows.shape[1:] == full.shape[1:] and len(rows) % dim == 0:
-                    local, full = (w[:, :_COLUMNS].T.float().unflatten(1, (-1, dim)) for w in (rows, full))
-                    shares.vote_by_weight(GROUP_OF[part], rank, local, full)
     found, unknown = [], {}
     for rank, entries in enumerate(held):
         pieces: dict[str, Parameter] = {}
@@ -56,9 +47,8 @@ def _parts(shares: Shares, name: str, entry, rank: int) -> tuple[str, dict[str, 
         return "", {}
     if role not in PARTS:
         return role, {role: entry.tensor()} if role in _LINEAR else {}
-    tensor, split = entry.tensor(), shares.splits[role]
-    cut = split.parts[rank] if split.widths[rank] == len(tensor) else None
-    cut = cut or Fused(shares, role).by_size(len(tensor), rank)
+    tensor = entry.tensor()
+    cut = shares.by_size(role, len(tensor), rank)
     return (role, {part: tensor[rows] for part, rows in cut.items()}) if cut else ("", {})
 
 
@@ -77,13 +67,9 @@ def _pieces(shares: Shares, name: str, entry, rank: int) -> dict[str, Parameter]
         elif shares.expected.weight(target(partial)) is not None and not (rank and not tensor.any()):
             found[target(partial)] = Parameter(tensor)  # added once: the other ranks may hold zeros
     elif role in ("embed", "head") and kind == "weight":
-        name, tensor, total = EMBEDDING if role == "embed" else HEAD, entry.tensor(), shares.totals["vocab"]
-        usual = [shares.planned["vocab"][rank], *usual_shares(total, len(tensor), *shares.in_stage(rank))]
-        columns = [w[:, :_COLUMNS].T[..., None] for w in (tensor, shares.expected.weight(name)) if tensor.dim() == 2]
-        found[name] = _share(tensor, 0, columns and match(*columns, usual, search=False) or usual[0], 1)
+        name, tensor = EMBEDDING if role == "embed" else HEAD, entry.tensor()
+        found[name] = _share(tensor, 0, shares.share("vocab", rank, len(tensor)) or shares.planned["vocab"][rank], 1)
     for part, rows in parts.items():
-        if part in shares.orders:
-            rows = rows.unflatten(0, (-1, shares.dim(part)))[:, shares.orders[part]].flatten(0, 1)
         if shares.expected.weight(target(part)) is not None:
             indices = shares.layouts[GROUP_OF[part]].indices[rank]
             found[target(part)] = _share(rows, 0, indices, shares.dim(part))

@@ -1,19 +1,33 @@
-"""Procedures about what only the lab's own engine tells: its steps, its block tables, what it cost."""
+"""What only the lab's own engine tells: its steps, its block tables, what it cost."""
 
 import itertools
 
 import torch
 
-from tplab.align.diagnose.case import Case, Diagnosis
-from tplab.align.diagnose.table import COST, procedure
+from tplab.align.diagnosis import Diagnosis
+from tplab.align.reference import hf_model
 from tplab.align.report import AlignReport, DecodeFacts
 from tplab.checks import counted
 
 
-@procedure("embed", names="row_order")
-def rows_in_other_orders(case: Case) -> Diagnosis | None:
+class Embedded:
+    """The embedding's output, and what it should be made of."""
+
+    def __init__(self, report: AlignReport):
+        self.report, self.plan, self.places = report, report.plan, report.recording.places
+        self.weight = hf_model(report.checkpoint, report.dtype).get_input_embeddings().weight.detach()
+        self.ours = report.recording.points["embed"][0].tensor
+
+    def token_ids(self, places) -> torch.Tensor:
+        return torch.tensor([self.report.recording.ids[number][position] for number, position in places])
+
+    def fits(self, tensor: torch.Tensor, guess: torch.Tensor) -> bool:
+        return tensor.shape == guess.shape and torch.allclose(tensor, guess, rtol=1e-4, atol=1e-6)
+
+
+def rows_in_other_orders(case: "Embedded") -> Diagnosis | None:
     """Do other ranks hold the sequences of a step in another order than rank 0?"""
-    weight, ours = case.frame.weights["model.embed_tokens.weight"], case.ours("embed")
+    weight, ours = case.weight, case.ours
     row_of = {place: row for row, place in enumerate(case.places)}
     for step in case.report.decode.steps if case.report.decode else ():
         sequences = [[(s.request_id, s.segment.start + i) for i in range(s.segment.count)] for s in step.requests]
@@ -30,25 +44,24 @@ def rows_in_other_orders(case: Case) -> Diagnosis | None:
                     guess += weight[ids] * ((ids >= shard.vocab.start) & (ids < shard.vocab.stop))[:, None]
                 if case.fits(here, guess):
                     names = [[places[0][0] for places in some] for some in (sequences, order)]
-                    return case.diagnosis(
+                    return Diagnosis(
                         "row_order", f"In step {step.step_number} rank 0 holds the sequences in the order {names[0]}, "
                         f"rank {ranks[0].rank} in the order {names[1]}: the all-reduce adds up embeddings of unlike "
-                        "tokens.", step=step.step_number, rank=ranks[0].rank)
+                        "tokens.", "embed")
         return None
 
 
-@procedure("embed", names="rejected_draft_kept")
-def rejected_draft_kept(case: Case) -> Diagnosis | None:
+def rejected_draft_kept(case: "Embedded") -> Diagnosis | None:
     """Does a text hold a guess where the model chose another token?"""
-    weight, ours = case.frame.weights["model.embed_tokens.weight"], case.ours("embed")
+    weight, ours = case.weight, case.ours
     row_of = {place: row for row, place in enumerate(case.places)}
     for step, number, position, token in _drafted(case.report.decode):
         row, true = row_of.get((number, position)), case.report.ids[number][position]
         if row is not None and token != true and case.fits(ours[row:row + 1], weight[[token]]):
-            return case.diagnosis(
+            return Diagnosis(
                 "rejected_draft_kept", f"In step {step} token {token} was drafted for position {position} of sequence "
                 f"{number}. The model chose {true} there, and the draft's token stayed: drafted tokens count up to the "
-                "first that the model would not have chosen.", step=step, sequence=number, position=position)
+                "first that the model would not have chosen.", "embed")
     return None
 
 
@@ -109,29 +122,26 @@ def _strange_read(report: AlignReport) -> tuple[int, int, int, tuple[int, int], 
     return None
 
 
-@procedure("attn", names=" ".join(("stale_block_table", *STRANGE_READS)))
-def strange_blocks(case: Case) -> Diagnosis | None:
+def strange_blocks(report: AlignReport, name: str) -> Diagnosis | None:
     """Did the ranks work with the tables that the scheduler had? If so, does a sequence read a slot that holds no key
     of its own?"""
-    if says := stale_block_table(case.report):
-        return case.diagnosis("stale_block_table", says)
-    facts, texts = case.report.decode, case.report.ids
-    if facts is None or (read := _strange_read(case.report)) is None:
+    if says := stale_block_table(report):
+        return Diagnosis("stale_block_table", says, name)
+    facts, texts = report.decode, report.ids
+    if facts is None or (read := _strange_read(report)) is None:
         return None
     step, number, position, (owner, at), known = read
     token = texts[number][position]
     if known and not facts.preemptions:
         return None
-    name = ("preempted_not_recomputed" if known else
+    fault = ("preempted_not_recomputed" if known else
             "prefix_hash_without_parent" if at >= 0 and texts[owner][at] == token else
             "rejected_draft_findable" if (owner, position, token) in {found[1:] for found in _drafted(facts)} else
             "cached_before_computed")
-    says = STRANGE_READS[name].format(position=position, owner=owner, token=texts[owner][at])
-    return case.diagnosis(name, f"In step {step} sequence {number} {says}", step=step, sequence=number,
-                          position=position, owner=owner)
+    says = STRANGE_READS[fault].format(position=position, owner=owner, token=texts[owner][at])
+    return Diagnosis(fault, f"In step {step} sequence {number} {says}", name)
 
 
-@procedure(COST, names="full_copy_on_every_rank")
 def read_too_much(report: AlignReport) -> Diagnosis | None:
     stored = next(iter(report.checkpoint.tensors.values())).dtype.itemsize
     times = max((stats.bytes_read / (stats.parameter_bytes // report.dtype.itemsize * stored)
@@ -141,7 +151,6 @@ def read_too_much(report: AlignReport) -> Diagnosis | None:
                          "bytes that it keeps: whole tensors were read and cut afterwards.", "load", {"times": times})
 
 
-@procedure(COST, names="rank_local_sampling")
 def ranks_drew_differently(report: AlignReport) -> Diagnosis | None:
     for rank, drawn in enumerate(report.decode.drawn[1:] if report.decode else (), 1):
         for place, token in report.decode.drawn[0].items():
@@ -152,7 +161,6 @@ def ranks_drew_differently(report: AlignReport) -> Diagnosis | None:
                                  {"rank": rank, "prompt": place[0], "position": place[1]})
 
 
-@procedure(COST, names="softmax_before_gather")
 def drawn_by_parts_of_the_vocabulary(report: AlignReport) -> Diagnosis | None:
     """Is a drawn token the best one of the ranks' probabilities, each normalized over its own words, and not of the
     logits?"""
@@ -174,7 +182,6 @@ def drawn_by_parts_of_the_vocabulary(report: AlignReport) -> Diagnosis | None:
                      {"prompt": number, "position": position})
 
 
-@procedure(COST, names="prefix_never_found")
 def prefix_never_found(report: AlignReport) -> Diagnosis | None:
     """Does a text begin at its first token, although another one with the same first block was computed before?"""
     facts = report.decode
@@ -197,7 +204,6 @@ def prefix_never_found(report: AlignReport) -> Diagnosis | None:
                 full[segment.block_ids[0]] = number
 
 
-@procedure(COST, names="cache_ignored")
 def tokens_computed_again(report: AlignReport) -> Diagnosis | None:
     if report.decode is None or report.decode.preemptions or next(_drafted(report.decode), None):
         return None
@@ -209,13 +215,11 @@ def tokens_computed_again(report: AlignReport) -> Diagnosis | None:
                          {"computed": done, "needed": needed})
 
 
-@procedure(COST, names="stale_block_table")
 def stale_table_without_harm(report: AlignReport) -> Diagnosis | None:
     says = stale_block_table(report)
     return Diagnosis("stale_block_table", f"{says} This time it did no harm.", "blocks") if says else None
 
 
-@procedure(COST, names="block_leaked")
 def blocks_not_released(report: AlignReport) -> Diagnosis | None:
     left, many = report.decode.blocks_left if report.decode else 0, len(report.ids)
     if left:

@@ -1,7 +1,6 @@
 """Procedures about runs that ended in an error instead of numbers."""
 
-from tplab.align.diagnose.case import Diagnosis
-from tplab.align.diagnose.table import ERROR, procedure
+from tplab.align.diagnosis import Diagnosis
 from tplab.checkpoint import CheckpointError
 from tplab.engine.errors import RequestError, StandstillError, StrictError
 from tplab.errors import TplabError
@@ -18,7 +17,6 @@ def _hung(error: TplabError) -> bool:
     return isinstance(error, RankError) and not any(cause.kind in ("raised", "died") for cause in error.causes.values())
 
 
-@procedure(ERROR, names="collective_skipped")
 def different_collectives(error: TplabError) -> Diagnosis | None:
     """Did the ranks go through the same collectives?"""
     if not _hung(error) or not any(error.logs):
@@ -45,7 +43,6 @@ def different_collectives(error: TplabError) -> Diagnosis | None:
                   f"{gone[0]} went on without it. It was left out on rank {gone[0]}.", collective=record.seq)
 
 
-@procedure(ERROR)
 def still_running(error: TplabError) -> Diagnosis | None:
     """Is a rank still running?"""
     busy = [cause for cause in error.causes.values() if cause.kind == "running"] if _hung(error) else []
@@ -56,7 +53,6 @@ def still_running(error: TplabError) -> Diagnosis | None:
                       "it never ends; no collective was left out so far.", rank=busy[0].rank)
 
 
-@procedure(ERROR, names="full_length_after_prefix_hit block_leaked")
 def standstill(error: TplabError) -> Diagnosis | None:
     """An engine that stands still: which sequences wait, and which hold the blocks?"""
     if not isinstance(error, StandstillError):
@@ -71,7 +67,6 @@ def standstill(error: TplabError) -> Diagnosis | None:
                       f"{error.held}: {leaked} never came back from sequences that have ended.", leaked=leaked)
 
 
-@procedure(ERROR, names="rank_local_sampling")
 def strict_checks(error: TplabError) -> Diagnosis | None:
     """Did the strict checks see it, and is it that ranks drew different tokens?"""
     if not isinstance(error, StrictError):
@@ -82,7 +77,6 @@ def strict_checks(error: TplabError) -> Diagnosis | None:
                   "where one choice must hold for all.")
 
 
-@procedure(ERROR)
 def one_rank_failed(error: TplabError) -> Diagnosis | None:
     """Did one rank raise or die, so that the others lost their connection to it?"""
     if isinstance(error, RankError) and error.first is not None and error.first.kind in ("raised", "died"):
@@ -90,7 +84,6 @@ def one_rank_failed(error: TplabError) -> Diagnosis | None:
                       "alone; the others only lost it.", rank=error.first.rank)
 
 
-@procedure(ERROR)
 def refused(error: TplabError) -> Diagnosis | None:
     """Was the request, the checkpoint or the plan refused before anything was computed?"""
     if isinstance(error, RequestError | CheckpointError | ShardPlanError):
