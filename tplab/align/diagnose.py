@@ -213,7 +213,7 @@ class Guilty:
         try:
             made = self.judge.made(self.name, patches)
         except Exception:  # broken code may raise anything
-            made = self.judge.kept[layer_of(self.name), self.judge.exact, tuple(patches)] = None
+            made = self.judge.kept[self.judge.key(self.name, patches)] = None
         return None if made is None or self.name not in made[0] else {of: made[of][self.name] for of in self.held}
 
     def _reduces(self, bug) -> bool | None:

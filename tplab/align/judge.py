@@ -44,6 +44,7 @@ def judge(recording: Recording, ckpt: Checkpoint, plan: ShardPlan, patches: tupl
             shards, right = recording.points[name], theirs.pop(name)
             measured = _relative(right, exact.pop(name)) if exact else float("inf")
             ours, spread, held = whole_point(name, shards)
+            ours = ours[theirs.rows(name)]
             if judged:
                 local[name] = judged.diff(name)
                 if shards[0] and shards[0].kind == "partial" and local[name].inside:
@@ -96,15 +97,24 @@ def _relative(ours: torch.Tensor, right: torch.Tensor) -> float:
 
 
 class _Reference:
-    """Hugging Face's points on the ids and rows of a recording; each is returned once, since traces are large."""
+    """Hugging Face's points on the ids and rows of a recording; each is returned once, since traces are large. A text
+    of which a token is unknown (-1) has none from there on."""
 
     def __init__(self, recording: Recording, ckpt: Checkpoint, dtype: torch.dtype):
         self.recording, model = recording, hf_model(ckpt, dtype)
-        self.traces = [hf_trace(model, text, recording.points) for text in recording.ids]
+        self.known = [text.index(-1) if -1 in text else len(text) for text in recording.ids]
+        self.traces = [hf_trace(model, text[:known] or [0], recording.points)
+                       for text, known in zip(recording.ids, self.known)]
+
+    def rows(self, name: str) -> slice | list[int]:
+        """The rows of a point that have a reference."""
+        places = self.recording.logit_places if name == "logits" else self.recording.places
+        rows = [row for row, (s, p) in enumerate(places) if p < self.known[s]]
+        return rows if len(rows) < len(places) else slice(None)
 
     def pop(self, name: str) -> torch.Tensor:
         places = self.recording.logit_places if name == "logits" else self.recording.places
-        found = []
+        places, found = [(s, p) for s, p in places if p < self.known[s]], []
         for number, trace in enumerate(self.traces):
             positions, whole = [p for s, p in places if s == number], trace.pop(name)
             found.append(whole if positions == list(range(len(whole))) else whole[positions])

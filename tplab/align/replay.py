@@ -6,6 +6,7 @@ point should be; with a fault of the museum in it, what the point would be with 
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import groupby
 
 import torch
@@ -45,12 +46,13 @@ class Replay:
         self.calls = [list(own) for _, own in groupby(calls, lambda row: recording.origins[row][0])]
         self.lost: list[tuple[int, int]] = []
         self.slots = [self._slots(s, rows) for s in whole]
+        # How many of a text's tokens are known: those from a -1 on have no reference, and their keys say nothing.
+        self.known = {s: text.index(-1) if -1 in text else len(text) for s, text in enumerate(recording.ids)}
         pairs = [(call, s) for (call, _), (s, _) in zip(recording.origins, recording.places)]
         # How long each sequence's prompt was; some RoPE types depend on it.
         self.prompts = [max((keys for keys, (call, other) in zip(recording.num_keys, pairs)
                              if other == s and pairs.count((call, s)) > 1), default=1) for s in whole]
-        model = hf_model(ckpt, recording.dtype) if self.lost else None
-        self.hf = {s: hf_trace(model, recording.ids[s]) for s in {s for s, _ in self.lost}}
+        self.hf: dict[tuple, dict[str, torch.Tensor]] = {}  # (sequence, dtype) → Hugging Face's points
         # Clean, each key is where it belongs; with a bug in it, the engine has the blocks that the run had.
         told = [recording.segments[recording.origins[own[0]][0]] if recording.segments else [] for own in self.calls]
         self.right = [self._segments(own) for own in self.calls], 1, len(self.ids) + len(self.lost) + 1
@@ -60,7 +62,8 @@ class Replay:
 
     def _slots(self, number: int, rows: dict) -> list[int]:
         """Where each key of a sequence stands: the slot of its row, or of a text's with the same beginning. Behind the
-        rows' are those of keys that no recorded call computed: they are Hugging Face's."""
+        rows' are those of keys that no recorded call computed: they are Hugging Face's, or NaN if the token is unknown.
+        """
         texts, found = self.recording.ids, []
         end = max((p for s, p in rows if s == number), default=-1) + 1
         for position in range(end):
@@ -72,13 +75,21 @@ class Replay:
             found.append(row)
         return found
 
-    def _fill(self, cache: PagedKVCache, layer: int, of: int) -> None:
-        """Write the keys and values that no recorded call computed."""
-        heads = as_index(self.plan.ranks[of].kv_heads)
+    def _fill(self, cache: PagedKVCache, layer: int, of: int, dtype: torch.dtype) -> None:
+        """Write the keys and values that no recorded call computed: in the run's dtype, or as exact as it can be."""
+        heads, dtype = as_index(self.plan.ranks[of].kv_heads), torch.promote_types(
+            self.recording.dtype, torch.float32 if dtype == self.exact else dtype)
         for slot, (number, position) in enumerate(self.lost, len(self.ids)):
-            trace = self.hf[number]
-            cache.k_slots[layer][slot] = trace[f"layers.{layer}.k_rope"][position, heads]
-            cache.v_slots[layer][slot] = trace[f"layers.{layer}.v"][position, heads]
+            for name, slots in ("k_rope", cache.k_slots), ("v", cache.v_slots):
+                slots[layer][slot] = self._trace(number, dtype)[f"layers.{layer}.{name}"][position, heads] if (
+                    position < self.known[number]) else torch.nan
+
+    def _trace(self, number: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Hugging Face's points of a text's known tokens."""
+        if (number, dtype) not in self.hf:
+            ids = self.recording.ids[number][:self.known[number]]
+            self.hf[number, dtype] = hf_trace(hf_model(self.ckpt, dtype), ids)
+        return self.hf[number, dtype]
 
     def _segments(self, rows: list[int]) -> list[Segment]:
         """The sequences of a call."""
@@ -115,32 +126,47 @@ class Replay:
 
     # Replays.
 
+    def stage(self, name: str) -> list[int]:
+        """The ranks that compute a point together: those of its layer's pipeline stage."""
+        layer, holders = layer_of(name), self.recording.holders
+        if layer is None:
+            layer = 0 if name == "embed" else self.last - 1
+        return holders.get(layer) or next(iter(holders.values()), [*self.ranks])
+
+    def key(self, name: str, patches: Sequence = (), dtype: torch.dtype | None = None) -> tuple:
+        """Under which :attr:`kept` has what :meth:`made` returns."""
+        return layer_of(name), dtype or self.exact, tuple(patches), self.stage(name)[0]
+
     def made(self, name: str, patches: Sequence = (), dtype: torch.dtype | None = None) -> Made:
         """All points of a point's layer (or of the ends of the model), as the engine with these patches makes them of
-        the run's own inputs. Only those of one layer are kept."""
-        layer, dtype = layer_of(name), dtype or self.exact
-        key = layer, dtype, tuple(patches)
+        the run's own inputs; for a rank of another stage, which can have replicated ones, those of the first of this
+        stage. Only those of one layer are kept."""
+        key, stage = self.key(name, patches, dtype), self.stage(name)
         if key not in self.kept:
+            layer, dtype = key[:2]
             self.kept = {k: x for k, x in self.kept.items() if k[0] in (layer, layer and layer - 1)}
             before = inputs(f"layers.{layer}.input_norm", self.config) if layer is not None else [
                 f"layers.{self.last - 1}.output"]
-            goes_in = [{n: self.into(n, r) for n in before} for r in self.ranks]
+            goes_in = {r: {n: self.into(n, r) for n in before} for r in stage}
             with torch.inference_mode(), applied(*patches, clean=True):
-                self.kept[key] = logical_ranks(len(self.ranks), self._on_rank, layer, dtype, goes_in,
-                                               *(self.told if patches else self.right), timeout=30.0)
+                made = logical_ranks(len(stage), self._on_rank, stage, layer, dtype, goes_in,
+                                     *(self.told if patches else self.right), timeout=30.0)
+            self.kept[key] = [made[stage.index(r)] if r in stage else made[0] for r in self.ranks]
         return self.kept[key]
 
-    def _on_rank(self, layer: int | None, dtype: torch.dtype, goes_in: list[dict], parts: list[list[Segment]],
-                 block_size: int, blocks: int) -> dict[str, torch.Tensor]:
-        of = rank()
-        model = load_model(self.ckpt, self.plan, self.recording.dtype, -1 if layer is None else layer).to(dtype)
+    def _on_rank(self, stage: list[int], layer: int | None, dtype: torch.dtype, goes_in: dict[int, dict],
+                 parts: list[list[Segment]], block_size: int, blocks: int) -> dict[str, torch.Tensor]:
+        of = stage[rank()]
+        plan = replace(self.plan, tensor_parallel_size=len(stage), ranks=tuple(
+            replace(self.plan.ranks[r], rank=i) for i, r in enumerate(stage)))
+        model = load_model(self.ckpt, plan, self.recording.dtype, -1 if layer is None else layer).to(dtype)
         given = {n: x.to(dtype) for n in self.recording.points if layer_of(n) == layer
                  and (x := self.held(n, of)) is not None}
         (before, stream), = goes_in[of].items()
         cache = None if self.plain else PagedKVCache(
             self.last, blocks, block_size, len(model.shard.kv_heads), self.plan.head_dim, dtype)
         if cache is not None and layer is not None and parts is self.right[0]:
-            self._fill(cache, layer, of)
+            self._fill(cache, layer, of, dtype)
         found: dict[str, list[torch.Tensor]] = {}
         for rows, segments in zip(self.calls, parts):
             positions = torch.tensor([p for s in segments for p in runner.token_positions(s)])
