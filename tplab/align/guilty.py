@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
@@ -10,7 +11,11 @@ from tplab.align.points import inputs, point_names
 from tplab.align.recording import Recording
 from tplab.align.replay import Replay
 from tplab.checkpoint import Checkpoint
+from tplab.faults import MUSEUM, Fault
+from tplab.faults.probes import Probe, probes
 from tplab.shard import ShardPlan
+
+NO_NUMBERS = ("load", "steps", "blocks", "drawn", "error")  # first points of faults that no tensor shows
 
 
 @dataclass(frozen=True)
@@ -31,8 +36,8 @@ class LocalDiff:
 
 
 def by_row(held: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """The difference of each row relative to the row's largest value in ``right``, ``[rows]``. NaN says nothing where
-    ``right`` has it; where ``held`` alone has it, the row is infinitely far."""
+    """The difference of each row relative to the row's largest value in ``right``, ``[rows]``. NaN and infinity in
+    ``right`` say nothing; where ``held`` alone has them, the row is infinitely far."""
     held, right = held.to(right.dtype).flatten(1), right.flatten(1)
     known = right.isfinite()
     gap = (held - right).abs().masked_fill(~known, 0).nan_to_num(nan=float("inf"), posinf=float("inf"))
@@ -41,49 +46,60 @@ def by_row(held: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 class Judge(Replay):
-    """Every recorded point's :class:`LocalDiff`, in the order of the forward pass."""
+    """Every recorded point's :class:`LocalDiff`, in the order of the forward pass; one for all questions about a run.
+    """
 
     def __init__(self, recording: Recording, ckpt: Checkpoint, plan: ShardPlan):
         super().__init__(recording, ckpt, plan)
         self.unexplained: set[str] = set()  # short names of points that nothing explained
-        self.rights: dict[tuple[str, int], torch.Tensor] = {}  # what ranks should hold at guilty points
+        self._expected: dict[tuple[str, int], torch.Tensor] = {}  # of guilty points
         self._suspects: dict[str, str] = {}  # unrecorded points → the first guilty one computed from them
 
-    def expected(self, name: str, of: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """What a rank should hold at a point."""
-        if dtype is None and (name, of) in self.rights:
-            return self.rights[name, of]
-        return self.made(name, (), dtype)[of][name]
+    @cached_property
+    def bugs(self) -> list[Fault | Probe]:
+        """Every bug that can show in this model's numbers: the museum's, then the probes."""
+        faults = [fault for fault in MUSEUM.values() if fault.first_point not in NO_NUMBERS
+                  and fault.applies_to(self.config, len(self.ranks))]
+        return [*faults, *probes(self.config)]
 
-    def tolerance(self, name: str, of: int) -> float:
+    def expected(self, name: str, rank: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """What a rank should hold at a point, ``[rows, …]``."""
+        if dtype is None and (name, rank) in self._expected:
+            return self._expected[name, rank]
+        return self.made(name, dtype)[rank][name]
+
+    def tolerance(self, name: str, rank: int) -> float:
         """The difference that rounding explains at a point, relative to the row's scale."""
         if self.recording.dtype not in SHORT:
             return LOCAL[self.recording.dtype]
-        off = by_row(self.expected(name, of, self.recording.dtype), self.expected(name, of))
-        return max(LOCAL[self.recording.dtype], TIMES * off.max().item())
+        rounded = by_row(self.expected(name, rank, self.recording.dtype), self.expected(name, rank))
+        return max(LOCAL[self.recording.dtype], TIMES * rounded.max().item())
 
     def diffs(self) -> dict[str, LocalDiff]:
         """All verdicts. Raises CheckpointError if the checkpoint's files are no longer those that were opened."""
         self.ckpt.check_unchanged()
         return {name: self.diff(name) for name in recorded_points(self.recording, self.ckpt)}
 
+    def judged_ranks(self, name: str) -> list[int]:
+        """The ranks that recorded their share of a point."""
+        shards = self.recording.points[name]
+        return [rank for rank in self.stage(name) if shards[rank] is not None and self.held(name, rank) is not None]
+
     @torch.inference_mode()
     def diff(self, name: str) -> LocalDiff:
         """The verdict on one recorded point."""
-        found, says = [], False
-        for of in self.ranks:
-            if self.recording.points[name][of] is not None and (held := self.held(name, of)) is not None:
-                right = self.expected(name, of)
-                off = by_row(held, right).max().item() if right.numel() else 0.0
-                least = LOCAL[self.recording.dtype]
-                found.append((off, of, least if off <= least else self.tolerance(name, of)))
-                says = says or bool(right.isfinite().any())
+        found, known, least = [], False, LOCAL[self.recording.dtype]
+        for rank in self.judged_ranks(name):
+            right = self.expected(name, rank)
+            gap = by_row(self.held(name, rank), right).max().item() if right.numel() else 0.0
+            found.append((gap, rank, least if gap <= least else self.tolerance(name, rank)))
+            known = known or bool(right.isfinite().any())
         if not found:
             return LocalDiff(name, 0.0, 0, 1.0, ())
-        off, of, tolerance = max(found, key=lambda one: one[0] / one[2])
-        diff = LocalDiff(name, off, of, tolerance, tuple(r for o, r, t in found if not o <= t), not says)
+        gap, worst, tolerance = max(found, key=lambda each: each[0] / each[2])
+        diff = LocalDiff(name, gap, worst, tolerance, tuple(r for g, r, t in found if not g <= t), not known)
         if diff.guilty:
-            self.rights |= {(name, of): self.expected(name, of) for _, of, _ in found}
+            self._expected |= {(name, rank): self.expected(name, rank) for _, rank, _ in found}
             unseen = unseen_before(name, self.recording, self.ckpt)
             diff = replace(diff, perhaps_from=next((self._suspects[p] for p in unseen if p in self._suspects), ""))
             self._suspects.update(dict.fromkeys(unseen, diff.perhaps_from or name))
@@ -98,10 +114,10 @@ def recorded_points(recording: Recording, ckpt: Checkpoint) -> Iterator[str]:
 
 def unseen_before(name: str, recording: Recording, ckpt: Checkpoint) -> set[str]:
     """The points that were not recorded and from which ``name`` was computed nevertheless."""
-    found, todo = set(), [name]
+    unseen, todo = set(), [name]
     while todo:
         for point in inputs(todo.pop(), ckpt.config):
-            if point not in found and not any(recording.points.get(point, ())):
-                found.add(point)
+            if point not in unseen and not any(recording.points.get(point, ())):
+                unseen.add(point)
                 todo.append(point)
-    return found
+    return unseen

@@ -1,0 +1,142 @@
+"""Probes of the rotary position embedding."""
+
+import torch
+
+from tplab.faults.probes.probe import probe, was
+
+_ROPE, _ROTARY = "model.attention.TensorParallelAttention.apply_rope", "model.rope.Rotary.__call__"
+
+
+# The rotation.
+
+def _turned(change):
+    """``change(right, q, k, cos, sin)``, where ``right(q, k, cos, sin)`` turns as the engine does."""
+    def wrong(self, q, k, cos, sin):
+        return change(lambda *args: was(_ROPE)(self, *args), q, k, cos, sin)
+    return wrong
+
+
+@probe("rope_direction", "rope", _ROPE, "q and k are turned the other way round")
+def _(_):
+    return _turned(lambda right, q, k, cos, sin: right(q, k, cos, -sin))
+
+
+@probe("rope_twice", "rope", _ROPE, "q and k are turned twice")
+def _(_):
+    return _turned(lambda right, q, k, cos, sin: right(*right(q, k, cos, sin), cos, sin))
+
+
+@probe("rope_terms", "rope", _ROPE, "cos and sin change places")
+def _(_):
+    return _turned(lambda right, q, k, cos, sin: right(q, k, sin, cos))
+
+
+@probe("rope_terms", "rope", _ROPE, "only the term with {} is there", ("cos", "sin"))
+def _(kept):
+    return _turned(lambda right, q, k, cos, sin: right(q, k, cos * (kept == "cos"), sin * (kept == "sin")))
+
+
+@probe("rope_terms", "rope", _ROPE, "the half that should be subtracted is added, so each pair is mirrored")
+def _(_):
+    def turn(x, cos, sin):
+        a, b = x.chunk(2, -1)
+        return x * cos[0, :, None] + torch.cat([b, a], -1) * sin[0, :, None]
+    return lambda self, q, k, cos, sin: (turn(q, cos, sin), turn(k, cos, sin))
+
+
+@probe("rope_terms", "rope", _ROPE, "cos and sin are laid out for neighbours, and halves are turned")
+def _(_):
+    def laid_out(table):
+        return table[..., :table.shape[-1] // 2].repeat_interleave(2, -1)
+    return _turned(lambda right, q, k, cos, sin: right(q, k, laid_out(cos), laid_out(sin)))
+
+
+@probe("rope_viewed", "rope", _ROPE, "heads and tokens are viewed as each other, not transposed, for the rotation")
+def _(_):
+    def wrong(self, q, k, cos, sin):
+        turned = self.rotate(*(x.reshape(1, x.shape[1], -1, x.shape[2]) for x in (q, k)), cos, sin)
+        return tuple(y.reshape(x.shape) for x, y in zip((q, k), turned))
+    return wrong
+
+
+@probe("rope_partial", "rope", _ROPE, "only the first 1/{} of a head is turned", (2, 4))
+def _(share):
+    def turn(x, cos, sin):
+        size = x.shape[-1] // share
+        cos, sin = (table[0, :, None, :size // 2].repeat(1, 1, 2) for table in (cos, sin))
+        a, b = x[..., :size].chunk(2, -1)
+        return torch.cat([x[..., :size] * cos + torch.cat([-b, a], -1) * sin, x[..., size:]], -1)
+    return lambda self, q, k, cos, sin: (turn(q, cos, sin), turn(k, cos, sin))
+
+
+@probe("rope_partial", "rope", _ROPE, "only the first 1/{} of the pairs is turned", (2, 4))
+def _(share):
+    def change(right, q, k, cos, sin):
+        half = cos.shape[-1] // 2
+        still = torch.arange(cos.shape[-1]) % half >= half // share
+        return right(q, k, cos.masked_fill(still, 1), sin.masked_fill(still, 0))
+    return _turned(change)
+
+
+@probe("low_precision", "rope", _ROPE, "q and k are rounded to {} before they are turned", (torch.bfloat16, torch.float16))
+def _(dtype):
+    return _turned(lambda right, q, k, cos, sin: right(q.to(dtype).to(q), k.to(dtype).to(k), cos, sin))
+
+
+@probe("rope_attention_factor", "rope", _ROPE, "cos and sin lack the scaling's attention factor",
+       lambda config: (None,) * (config.hf.rope_parameters.get("rope_type") in ("yarn", "longrope")))
+def _(_):
+    def change(right, q, k, cos, sin):
+        size = (cos[..., :1] ** 2 + sin[..., :1] ** 2).sqrt()
+        return right(q, k, cos / size, sin / size)
+    return _turned(change)
+
+
+# The angles.
+
+def _angles(change):
+    """Tables of ``change(positions [tokens, 1] in float32, the rotary module's frequencies [pairs], theta)``."""
+    def wrong(self, x, positions, lengths, *kind):
+        cos, sin = was(_ROTARY)(self, x, positions, lengths, *kind)
+        theta, pairs = self.config.rope_parameters.get("rope_theta", 10000.0), cos.shape[-1] // 2
+        plain = theta ** (-torch.arange(pairs) / pairs)
+        angles = change(positions[:, None].float(), getattr(self.embedding, "inv_freq", plain).float(), theta)
+        angles = torch.cat([angles, angles], -1)[None]
+        scale = getattr(self.embedding, "attention_scaling", 1.0)
+        return (angles.cos() * scale).to(x.dtype), (angles.sin() * scale).to(x.dtype)
+    return wrong
+
+
+@probe("rope_theta", "rope", _ROTARY, "q and k are turned with theta {:g}", (1e4, 1e3, 1e5, 5e5, 1e6, 5e6, 1e7))
+def _(theta):
+    return _angles(lambda p, right, own: p * theta ** (-torch.arange(len(right)) / len(right)))
+
+
+@probe("rope_theta", "rope", _ROTARY, "the exponents of theta are counted over {}, not over the rotated numbers", lambda
+       config: {config.hidden_size // config.num_heads, config.head_dim, config.hidden_size})
+def _(size):
+    return _angles(lambda p, right, theta: p * theta ** (-torch.arange(0, 2 * len(right), 2) / size))
+
+
+@probe("rope_terms", "rope", _ROTARY, "the exponents of theta have the wrong sign")
+def _(_):
+    return _angles(lambda p, right, theta: p / right)
+
+
+@probe("rope_scaling", "rope", _ROTARY, "positions are divided by {:g}", (2, 4, 8, 16, 32, 0.5, 0.25, 0.125))
+def _(factor):
+    return _angles(lambda p, right, theta: p / factor * right)
+
+
+@probe("rope_dtype", "rope", _ROTARY, "the frequencies, the angles, or cos and sin are computed in {0[0]}",
+       [(dtype, stages) for dtype in (torch.bfloat16, torch.float16) for stages in ("f", "t", "pf", "pfa", "pfat", "a")])
+def _(value):
+    dtype, stages = value
+
+    def few(x, stage):
+        return x.to(dtype).float() if stage in stages else x
+
+    def wrong(self, x, positions, lengths, *kind):
+        right = _angles(lambda p, right, theta: few(few(p, "p") * few(right, "f"), "a"))
+        return tuple(few(table.float(), "t").to(x.dtype) for table in right(self, x, positions, lengths, *kind))
+    return wrong

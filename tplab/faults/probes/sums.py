@@ -1,0 +1,73 @@
+"""Probes of the sums over the ranks."""
+
+import torch
+from torch.nn import functional as F
+
+from tplab.faults.probes.probe import probe, was
+from tplab.ranks import all_reduce, rank, world_size
+from tplab.shard.embedding import local_ids
+
+_REDUCE, _EMBED = "shard.linear.RowParallelLinear.reduce", "shard.embedding.VocabParallelEmbedding.forward"
+
+
+@probe("all_reduce_twice", "reduce", _REDUCE, "the sum is reduced twice")
+def _(_):
+    return lambda self, partial: all_reduce(all_reduce(partial))
+
+
+@probe("all_reduce_average", "reduce", _REDUCE, "the ranks' summands are averaged")
+def _(_):
+    return lambda self, partial: all_reduce(partial) / world_size()
+
+
+@probe("all_reduce_subset", "reduce", _REDUCE, "rank {} is missing in the sum", range(8))
+def _(missing):
+    return lambda self, partial: all_reduce(partial * (rank() != missing))
+
+
+@probe("buffer_reused", "reduce", _REDUCE, "the first half of the rows is the sum of the second half: both went through "
+       "one buffer")
+def _(_):
+    def wrong(self, partial):
+        whole, half = all_reduce(partial), -(-len(partial) // 2)
+        return torch.cat([whole[half:], whole[len(whole) - half:half], whole[half:]])
+    return wrong
+
+
+@probe("all_reduce_twice", "add", "model.decoder.DecoderLayer.scaled", "the block's output is added once for each rank")
+def _(_):
+    return lambda self, branch: branch * world_size()
+
+
+@probe("bias_missing", "reduce", _REDUCE, "the bias of the row-parallel layer is left out",
+       lambda config: (None,) * bool(config.o_bias or config.mlp_bias))
+def _(_):
+    return lambda self, partial: all_reduce(partial - self.bias if self.bias is not None and self.adds_bias else partial)
+
+
+@probe("row_bias_everywhere", "reduce", _REDUCE, "every rank adds the bias of the row-parallel layer",
+       lambda config: (None,) * bool(config.o_bias or config.mlp_bias))
+def _(_):
+    return lambda self, partial: all_reduce(partial) + (world_size() - 1) * (0 if self.bias is None else self.bias)
+
+
+# The embedding.
+
+def _own_rows(self, ids):
+    here, elsewhere = local_ids(ids, self.rows)
+    return F.embedding(here, self.weight).masked_fill(elsewhere[..., None], 0)
+
+
+@probe("all_reduce_missing", "embed", _EMBED, "no all-reduce after the embedding")
+def _(_):
+    return _own_rows
+
+
+@probe("all_reduce_twice", "embed", _EMBED, "the embedding is reduced twice")
+def _(_):
+    return lambda self, ids: all_reduce(was(_EMBED)(self, ids))
+
+
+@probe("all_reduce_average", "embed", _EMBED, "the ranks' parts of the embedding are averaged")
+def _(_):
+    return lambda self, ids: was(_EMBED)(self, ids) / world_size()
