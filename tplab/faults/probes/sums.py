@@ -39,18 +39,6 @@ def _(_):
     return lambda self, branch: branch * world_size()
 
 
-@probe("bias_missing", "reduce", _REDUCE, "the bias of the row-parallel layer is left out",
-       lambda config: (None,) * bool(config.o_bias or config.mlp_bias))
-def _(_):
-    return lambda self, partial: all_reduce(partial - self.bias if self.bias is not None and self.adds_bias else partial)
-
-
-@probe("row_bias_everywhere", "reduce", _REDUCE, "every rank adds the bias of the row-parallel layer",
-       lambda config: (None,) * bool(config.o_bias or config.mlp_bias))
-def _(_):
-    return lambda self, partial: all_reduce(partial) + (world_size() - 1) * (0 if self.bias is None else self.bias)
-
-
 # The embedding.
 
 def _own_rows(self, ids):

@@ -20,6 +20,12 @@ def _(_):
     return lambda self, x: F.linear(x, self.weight)
 
 
+@probe("bias_missing", "linear", "shard.linear.RowParallelLinear.partial", "the bias is left out",
+       lambda config: (None,) * bool(config.o_bias or config.mlp_bias))
+def _(_):
+    return lambda self, x: F.linear(x, self.weight)
+
+
 @probe("bias_twice", "linear", _FORWARD, "the bias is added twice", _has_bias)
 def _(_):
     return lambda self, x: was(_FORWARD)(self, x) + (0 if self.bias is None else self.bias)
