@@ -101,12 +101,15 @@ class GuiltyPoint:
             scope=best.scope, ranks=ranks)
 
     def _asked(self, explained: list[Bug], known_only: bool) -> Iterable[list[Bug]]:
-        """The bugs to be asked, in groups: those that explained other points and the museum's that first show here;
-        what can be read off; the rest of the museum; the probes; all of them on one rank."""
+        """The bugs to be asked, in groups: those that explained other points; the museum's that first show here; what
+        can be read off; the rest of the museum; the probes; all of them on one rank."""
+        yield [*explained]
+        if known_only:
+            return
         faults = [bug for bug in self.judge.bugs if isinstance(bug, Fault)]
         nearest = [bug for bug in faults if bug.first_point.rpartition(".")[2] in self.shorts]
-        yield explained + [bug for bug in nearest if bug not in explained] if not known_only else [*explained]
-        if known_only or self.short in self.judge.unexplained:
+        yield [bug for bug in nearest if bug not in explained]
+        if self.short in self.judge.unexplained:
             return  # the same point of an earlier layer was not explained either
         yield list(read_off(self))
         yield [bug for bug in faults if bug not in nearest and POINTS[bug.first_point.rpartition(".")[2]].op in self.ops]
