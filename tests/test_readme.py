@@ -47,14 +47,14 @@ def make_verdict():
     """What the command says of patient zero with a right mask and the right rows, recorded on two ranks."""
     from helpers.patient_zero import CURES, record_run
 
-    from tplab import fable
     from tplab.checkpoint import open_checkpoint
+    from tplab.checkpoint.prompts import default_prompt
     from tplab.pool import shared_pool
 
     ckpt = open_checkpoint("fable")
     cures = {name: CURES[name] for name in ("attention.apply_causal_mask", "linear.shard_weight")}
     with tempfile.TemporaryDirectory() as folder:
-        ids = ckpt.tokenizer()(fable.default_prompt()).input_ids
+        ids = ckpt.tokenizer()(default_prompt("fable")).input_ids
         shared_pool(2).run(record_run, ckpt.folder, ids, cures, f"{folder}/run")
         said = subprocess.run([sys.executable, *COMMAND.split()[1:]], cwd=folder, capture_output=True, text=True)
     assert said.returncode == 1, said.stderr

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 from helpers.lab_window import Window, grave, wait_for
 
-from tplab.faults.cases import CASES
+from course.cases import CASES
 
 RUN_ALL, PLAYED = "run_all.ipynb", "played.ipynb"
 
