@@ -40,6 +40,13 @@ hypothesis.settings.load_profile("tplab")
 
 def pytest_addoption(parser):
     parser.addoption("--browser", action="store_true", help="collect tests/browser as well, which needs a Chromium")
+    parser.addoption("--all-cases", action="store_true", help="all cases of products that are tested by turns")
+
+
+def pytest_configure(config):
+    from helpers import turns
+
+    turns.ALL = config.getoption("--all-cases")
 
 
 def pytest_ignore_collect(collection_path, config):

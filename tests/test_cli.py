@@ -23,7 +23,7 @@ import tplab.align
 import tplab.llm
 from tplab import cli
 from tplab.align import Diagnosis
-from tplab.lesson import default_prompt
+from tplab.checkpoint.prompts import default_prompt
 from tplab.model import LoadStats
 
 BAD = [
@@ -52,10 +52,6 @@ BAD = [
     ("generate {model} --prompt a --max-tokens 0", "max_tokens must be a whole number from 1"),
     ("generate {model} --prompt a --temperature=-1", "temperature must be a number from 0"),
     ("generate {model} --prompt a --json {folder}/no/out.json", "there is no folder"),
-    ("bench --picture {folder}/x.png", "--picture draws curves; decode is a table"),
-    ("bench prefill --picture {folder}/x.png", "--picture draws curves; prefill is a table"),
-    ("bench curves --picture {folder}/no/x.png", "there is no folder"),
-    ("bench --json {folder}/no/t.json", "there is no folder"),
     ("tensor", "invalid choice: 'tensor'"), ("--foo", "unrecognized arguments: --foo (see python -m tplab --help)"),
     ("align {model} --i 1,2", "unrecognized arguments: --i 1,2 (see python -m tplab align --help)"),
 ]
@@ -299,16 +295,6 @@ def test_generate_hands_over_what_was_asked_for(capsys, monkeypatch):
     assert asked == [options, ("Hi", 4, 0.5, 7), options, ("chat of Hi", 4, 0.5, 7)]
 
 
-def test_bench_hands_over_what_was_asked_for(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("tplab.bench.bench", lambda *given, **options: {"given": given, **options})
-    line = f"bench prefill --model m --tp 3 --rounds 7 --dtype bfloat16 --json {tmp_path}/t.json"
-    assert run(line, capsys)[0] == 0
-    written = json.loads((tmp_path / "t.json").read_text())
-    assert written == {"given": ["prefill", "m", 3], "rounds": 7, "dtype": "bfloat16",
-                       "batch_invariant": False, "busy": False,
-                       **dict.fromkeys(("vllm", "llama_cpp"))}
-
-
 def test_each_rank_is_told_its_own_bytes(model, capsys, monkeypatch):
     report = make_report()
     report.load_stats = [LoadStats(1_500_000, 1), LoadStats(2_500_000, 1)]
@@ -325,15 +311,12 @@ NUMBERS = {"tp": 2, "dtype": "float32", "json": None}
 DEFAULTS = {
     "fetch m": {"model": "m"},
     "plan m": {"model": "m", "config": None, "tp": 2, "dtype": "float32", "expert_parallel": False},
-    "faults": {"names": [], "tp": "2,3", "dtype": "float32,bfloat16", "json": None, "picture": None},
+    "faults": {"names": []},
     "align m": {"model": "m", "prompt": None, "ids": None, "fault": [], "fast": False, "save": None,
                 "expert_parallel": False, **NUMBERS},
     "generate m --prompt a": {"model": "m", "prompt": "a", "chat": False, "batch_invariant": False,
                              "num_speculative_tokens": 0, "max_tokens": 128, "temperature": 0.0, "seed": None,
                              **NUMBERS},
-    "bench": {"kind": "decode", "model": "smollm2", "rounds": 5, "vllm": None, "llama_cpp": None,
-              "batch_invariant": False, "busy": False,
-              "picture": None, **NUMBERS},
 }
 
 

@@ -27,13 +27,6 @@ def test_alone_it_says_what_there_is(capsys):
     assert alone[::2] == (0, "")
 
 
-def test_curves_are_drawn_where_they_are_asked_for(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr("tplab.bench.bench", lambda *given, **options: given)
-    monkeypatch.setattr("tplab.show.curves_figure", lambda found: SimpleNamespace(png=lambda: repr(found).encode()))
-    assert run(f"bench curves --model m --picture {tmp_path}/c.png", capsys)[0] == 0
-    assert (tmp_path / "c.png").read_bytes() == b"('curves', 'm', 2)"
-
-
 @pytest.mark.parametrize("verdict, code", [("clean", 0), ("bug", 1), ("cannot tell", 2)])
 def test_a_recorded_engines_verdict_is_the_exit_code(verdict, code, capsys, monkeypatch, tmp_path):
     asked = []
@@ -58,15 +51,6 @@ def test_a_name_needs_a_pattern_and_a_point(said, capsys):
 def test_what_a_terminal_would_obey_is_shown_and_not_done(capsys):
     code, _, err = run("plan no\x1b[2Jsuch", capsys)
     assert code == 2 and "no\\x1b[2Jsuch" in err and "\x1b" not in err
-
-
-def test_a_shape_without_weights_is_planned_by_its_own_name(capsys, monkeypatch):
-    monkeypatch.setattr("tplab.bench.outlook.memory_lines", lambda config, made, dtype: [str(dtype)])
-    monkeypatch.setattr("tplab.bench.outlook.speed_lines", lambda config, made, dtype: ["fast"])
-    code, out, err = run("plan mistral-7b --tp 4 --dtype bfloat16", capsys)
-    assert code == 0 and err == "measuring this machine, up to a minute …\n"
-    assert out.startswith("mistral-7b: mistral, 32 layers, hidden size 4096, 32 query and ")
-    assert out.endswith("\ntorch.bfloat16\nfast\n")
 
 
 def test_a_cell_of_a_notebook_can_run_a_command():

@@ -16,10 +16,9 @@ import tplab
 ROOT = Path(__file__).resolve().parent.parent
 # From the ground up; a room imports only from rooms before it.
 ROOMS = ["record", "errors", "checks", "files", "patch", "checkpoint", "ranks", "pool", "shard", "model",
-         "cache", "engine", "fast", "invariant", "llm", "align", "faults", "fable", "bench", "show", "lesson", "lab",
-         "cli"]
+         "cache", "engine", "memory", "fast", "invariant", "llm", "align", "faults", "show", "cli"]
 TOP_LEVEL = {"notebooks", "tplab", "tests", "environment.yml", "README.md", "README.zh-CN.md", "launch",
-             "pyproject.toml", "LICENSE", "CHANGELOG.md", "CITATION.cff", "constraints.txt"}
+             "pyproject.toml", "LICENSE", "CHANGELOG.md", "CITATION.cff"}
 # Needed though no file imports them: to run the lab, and to test it.
 RUN_ONLY, TEST_ONLY = {"ipykernel", "jupyterlab"}, {"pytest_xdist", "ruff", "mypy"}
 
@@ -76,6 +75,11 @@ def test_rooms_import_only_from_rooms_below():
     assert not upward
 
 
+def test_the_library_never_imports_the_course():
+    assert not [f"{path.relative_to(ROOT)} imports {module}" for path in python_files("tplab")
+                for module in imported(path) if module.split(".")[0] == "course"]
+
+
 def test_no_name_that_is_loaded_late_is_a_modules_name():
     """To load the module puts it into the package, in the place of what it exports: the second use would get it."""
     rooms = [import_module(f"tplab.{path.parent.name}") for path in (ROOT / "tplab").glob("*/__init__.py")]
@@ -90,33 +94,39 @@ def test_every_dependency_is_declared_and_every_declared_one_is_used():
 
     def used(files):
         tops = {module.split(".")[0] for path in files for module in imported(path)} - set(sys.stdlib_module_names)
-        return {providers[top][0].lower().replace("-", "_") for top in tops if top in providers} - {"tplab"}
+        packages = {providers[top][0].lower().replace("-", "_") for top in tops if top in providers}
+        return packages - {"tplab", "tplab_course"}
 
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    library, course = (tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
+                       for folder in (".", "notebooks"))
     providers = metadata.packages_distributions()
-    declared, extras = names(project["dependencies"]), project["optional-dependencies"]
-    testing = ROOT / "tplab/lab/testing.py"  # what `launch test` runs
-    lab, tests = used(set(python_files("tplab")) - {testing}), used([*python_files("tests"), testing])
-    assert lab - declared == set(), "imported but not in pyproject.toml"
-    assert declared - lab == RUN_ONLY, "in pyproject.toml but not imported"
-    assert tests - declared <= names(extras["test"]) | names(extras["browser"]), "imported by tests only, so an extra"
-    assert names(extras["test"]) - tests == TEST_ONLY and not names(extras["test"]) & declared
+    declared, extras = names(library["dependencies"]), library["optional-dependencies"]
+    beside = names(course["dependencies"]) - {"tplab"}  # what the course needs and the library does not
+    testing = ROOT / "notebooks/course/lab/testing.py"  # what `launch test` runs
+    taught, tests = used(set(python_files("notebooks")) - {testing}), used([*python_files("tests"), testing])
+    assert used(python_files("tplab")) == declared, "what the library imports, and pyproject.toml names"
+    assert taught - declared - beside == set(), "imported by the course but in neither pyproject.toml"
+    assert beside - taught == RUN_ONLY and not beside & declared, "in notebooks/pyproject.toml but not imported"
+    assert tests - declared - beside <= names(extras["test"]) | names(extras["browser"]), "of tests only, so an extra"
+    assert names(extras["test"]) - tests == TEST_ONLY and not names(extras["test"]) & (declared | beside)
 
 
 def test_conda_environment_installs_the_same_project():
     text = (ROOT / "environment.yml").read_text()
     needs = re.findall(r"^\s+- (\w.*)$", text.split("dependencies:")[1], re.MULTILINE)
     assert [need.split()[0] for need in needs] == ["python", "pip", "pip:"]
-    assert re.search(r"- pip:\n\s+- -e \.\[test\]\n", text)
+    assert re.search(r"- pip:\n\s+- -e \.\[test\]\n\s+- -e \./notebooks\n", text)
 
 
-@pytest.mark.parametrize("name", ["launch", "pyproject.toml", "environment.yml", ".ci/run"])
+@pytest.mark.parametrize("name", ["launch", "pyproject.toml", "notebooks/pyproject.toml", "environment.yml",
+                                  ".ci/run"])
 def test_installing_names_no_host(name):
     assert "://" not in (ROOT / name).read_text()
 
 
 def test_files_fit_in_the_head():
-    long = {str(path.relative_to(ROOT)): lines for path in [*python_files("tplab", "tests"), ROOT / "launch"]
+    files = [*python_files("tplab", "notebooks", "tests"), ROOT / "launch"]
+    long = {str(path.relative_to(ROOT)): lines for path in files
             if (lines := len(path.read_text(encoding="utf-8").splitlines())) > 400}  # fmt: skip
     assert not long
 

@@ -38,7 +38,7 @@ solutions (the *Predict* question). Median length of code cells: under 10 lines.
 Stored state: executed once from the top (counts 1, 2, 3, …), no error output, no widget state, no timing metadata, no
 path of one machine, no memory address, kernelspec ``python3``. One command stores a notebook in this state::
 
-    python -m tplab.lab.store notebooks/00_start_here.ipynb
+    python -m course.lab.store notebooks/00_start_here.ipynb
 
 ``pytest --nbval notebooks`` compares the stored text with a fresh run; the run below pastes the solutions over the
 stubs, on three ranks and in a foreign working folder, and wants every check to say ``PASS``.

@@ -8,17 +8,19 @@ import torch
 from helpers.checkpoints import make_checkpoint
 from helpers.patient_zero import CURES, examine, gradients, record_run
 
-from tplab import fable, lesson, open_checkpoint
+from course import lesson
+from course.judge import patient
+from course.lab.batch import FOLDER
+from tplab import open_checkpoint
 from tplab.align import check, hf_greedy
 from tplab.align.reference import hf_model
-from tplab.lab.batch import FOLDER
-from tplab.lesson import patient
+from tplab.checkpoint.prompts import default_prompt
 from tplab.pool import shared_pool
 from tplab.ranks import RankError
 
 pytestmark = pytest.mark.pool
 
-PROMPT = fable.default_prompt()
+PROMPT = default_prompt("fable")
 GLOBAL = "attention.QKVParallelLinear"  # the cure with global sizes, which refuses what `share` loses
 
 

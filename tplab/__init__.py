@@ -1,8 +1,9 @@
-"""tplab: a Jupyter-first teaching lab on tensor-parallel LLM inference.
+"""tplab: a small library for tensor-parallel LLM inference, measured against Hugging Face.
 
 The rooms, from the ground up: ``checkpoint``, ``ranks`` (collectives), ``pool`` (processes), ``shard``, ``model``,
 ``cache``, ``engine`` (the core loop), ``fast`` and ``invariant`` (other ways to compute a step), ``llm`` (the public
-class), ``align``, ``faults``, ``fable``, ``bench``, ``show``, ``lesson``, ``lab``. A room imports from rooms below it.
+class), ``align``, ``faults``, ``show``. A room imports from rooms below it. The course that stands on it is the package
+``course`` beside the notebooks; nothing here imports it.
 """
 
 from importlib import import_module
@@ -26,4 +27,4 @@ def lazy(package: str, homes: dict[str, str]):
 _HOMES = {"TplabError": ".errors", "RankPool": ".pool", "shared_pool": ".pool", "open_checkpoint": ".checkpoint",
           "ShardPlan": ".shard", "LLM": ".llm", "SamplingParams": ".llm"}
 __all__ = list(_HOMES)
-__getattr__ = lazy(__name__, _HOMES | {"load_ipython_extension": ".pool.magic", "plan_html": ".show"})
+__getattr__ = lazy(__name__, _HOMES | {"load_ipython_extension": ".pool.magic"})

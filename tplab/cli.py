@@ -1,4 +1,4 @@
-"""The command line: the lab's functions from a terminal.
+"""``python -m tplab``: the library's functions from a terminal.
 
 Exit codes: 0 done, 1 the numbers are outside the floor, 2 bad input or a failed rank (explained on stderr), 130
 interrupted. A command imports only what it needs, so that ``--help`` is quick.
@@ -14,7 +14,6 @@ from tplab import __version__
 from tplab.checks import counted
 from tplab.errors import TplabError
 from tplab.files import check_working_folder, check_writable, replace_unprintable, write_file
-from tplab.lab import bench_command, museum
 
 MODEL = "fable, fable-moe, smollm2, a folder, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct"
 EXPERTS = "give each rank whole experts, not a part of each"
@@ -80,11 +79,10 @@ def build_parser() -> argparse.ArgumentParser:
             made.add_argument("--tp", type=int, default=2, metavar="N", help="number of ranks (2)")
         return made
 
-    one = command("plan", plan, "Show what each rank holds (heads, MLP columns, vocabulary rows), the memory it needs, "
-                  "and the speed to expect: here (measured, up to a minute), and on accelerators.", model=False)
+    one = command("plan", plan, "Show what each rank holds (heads, MLP columns, vocabulary rows) and the memory that "
+                  "it needs.", model=False)
     which = one.add_mutually_exclusive_group(required=True)
-    which.add_argument("model", metavar="MODEL", nargs="?", help=f"{MODEL}; or a shape without weights: qwen2.5-0.5b, "
-                       "mistral-7b, llama-3.1-70b")
+    which.add_argument("model", metavar="MODEL", nargs="?", help=MODEL)
     which.add_argument("--config", metavar="FILE", help="the config.json of a published model, without its weights")
     one.add_argument("--expert-parallel", action="store_true", help=EXPERTS)
     one.add_argument("--dtype", default="float32", help="float32, float64 or bfloat16 (float32)")
@@ -112,7 +110,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     listed = command("faults", faults, "List the museum of bugs, or show some of them with their code.",
                      model=False, tp=False)
-    museum.add_options(listed)
+    listed.add_argument("names", nargs="*", metavar="NAME", help="faults to show with broken and right code")
 
     fetching = command("fetch", fetch, "Get a real model once, into the user's cache.", model=False, tp=False)
     fetching.add_argument("model", metavar="MODEL", help="smollm2")
@@ -128,18 +126,13 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("--num-speculative-tokens", type=int, default=0, metavar="N",
                      help="the most draft tokens in a step; those that the model itself chooses are kept (0)")
     one.add_argument("--json", metavar="FILE", help="write prompt, text, token ids and metrics")
-
-    one = command("bench", bench, "Measure against Hugging Face, vLLM and llama.cpp, alternately, in one run.",
-                  model=False)
-    bench_command.add_options(one, MODEL)
     return parser
 
 
 def plan(chosen) -> int:
-    from tplab.bench.outlook import config_file, memory_lines, speed_lines
-    from tplab.bench.shapes import SHAPES, shape_config
     from tplab.checkpoint import open_checkpoint
     from tplab.fast import why_not
+    from tplab.memory import config_file, memory_lines
     from tplab.model.dtypes import parse_dtype
     from tplab.shard import ShardPlan
 
@@ -150,14 +143,12 @@ def plan(chosen) -> int:
         if config is None:
             return 0
     else:
-        config = shape_config(chosen.model) if chosen.model in SHAPES else open_checkpoint(chosen.model).config
+        config = open_checkpoint(chosen.model).config
     made = ShardPlan.from_config(config, chosen.tp, enable_expert_parallel=chosen.expert_parallel)
     print(f"{_about(chosen.config or chosen.model, config)}\n{made}")
     if why := why_not(config, dtype):
         print(f"the reference computes it; of the fast path: {why}")
-    print("\n".join(memory_lines(config, made, dtype)), flush=True)
-    print("measuring this machine, up to a minute …", file=sys.stderr)
-    _print_lines(list(speed_lines(config, made, dtype)))
+    print("\n".join(memory_lines(config, made, dtype)))
     return 0
 
 
@@ -166,8 +157,8 @@ def align(chosen) -> int:
     prompt = _read_prompt(chosen.prompt) if chosen.ids is None else _parse_ids(chosen.ids)
     from tplab.align import align, align_decode, diagnose
     from tplab.checkpoint import open_checkpoint
+    from tplab.checkpoint.prompts import default_prompt
     from tplab.faults import fault, scenario
-    from tplab.lesson import default_prompt
 
     broken = [fault(name) for name in chosen.fault]
     ckpt = open_checkpoint(chosen.model)
@@ -230,7 +221,19 @@ def check(chosen) -> int:
 
 
 def faults(chosen) -> int:
-    return museum.main(chosen)
+    from tplab.faults import MUSEUM, fault
+
+    if not chosen.names:
+        for notebook in dict.fromkeys(one.notebook for one in MUSEUM.values()):
+            print(notebook)
+            print("\n".join(f"  {one.name:30}{one.title}" for one in MUSEUM.values() if one.notebook == notebook))
+        return 0
+    for one in [fault(name) for name in chosen.names]:
+        parts = [str(one), textwrap.fill(one.symptom, 90), f"first point: {one.first_point}; notebook: {one.notebook}",
+                 "broken:\n" + textwrap.indent(one.broken, "    "), "right:\n" + textwrap.indent(one.right, "    "),
+                 *(f"seen in the wild: {text}\n  {link}" for text, link in one.sightings)]
+        print("\n\n".join(parts) + "\n")
+    return 0
 
 
 def fetch(chosen) -> int:
@@ -269,10 +272,6 @@ def generate(chosen) -> int:
     if chosen.json is not None:
         write_file(chosen.json, lambda new: new.write_text(json.dumps(chunk.output.to_dict(), indent=1)))
     return 0
-
-
-def bench(chosen) -> int:
-    return bench_command.main(chosen)
 
 
 def _print_lines(lines: list[str]) -> None:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from tplab import LLM, SamplingParams, fable
+from course import fable
+from tplab import LLM, SamplingParams
 from tplab.align import check
 from tplab.checkpoint import open_checkpoint
 from tplab.engine.runner import token_positions

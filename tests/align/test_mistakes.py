@@ -12,12 +12,12 @@ from helpers.reports import with_point
 from helpers.scopes import SAID, only
 from helpers.sentences import hold
 
+from course.cases import CASES
 from tplab.align import align, align_decode, diagnose
 from tplab.align.diagnose.diagnose import diagnose_all
 from tplab.align.diagnose.mistakes import TABLE
 from tplab.checkpoint import open_checkpoint
 from tplab.faults import MUSEUM
-from tplab.faults.cases import CASES
 from tplab.patch import Patch, original
 
 # See test_mistakes_of_traits.py.

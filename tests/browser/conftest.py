@@ -11,7 +11,7 @@ import pytest
 from helpers.lab_server import Server
 from helpers.lab_window import Window
 
-from tplab.lab import testing
+from course.lab import testing
 
 ROOT = Path(__file__).resolve().parents[2]
 # A cell of each kind that a person plays with, and the numbers of the processes behind it.

@@ -1,16 +1,11 @@
-"""What a person does in JupyterLab: Run All, the panel, the steps, interrupt, restart, shut down, close the browser.
+"""What a person does in JupyterLab: Run All, the panel, the steps, interrupt, restart, shut down, close the browser."""
 
-With ``TPLAB_STILLS=FOLDER``, an absolute path, the panel is also kept as a picture there; README shows it.
-"""
-
-import os
 import signal
-from pathlib import Path
 
 import psutil
 from helpers.lab_window import Window, grave, wait_for
 
-from tplab.faults.cases import CASES
+from course.cases import CASES
 
 RUN_ALL, PLAYED = "run_all.ipynb", "played.ipynb"
 
@@ -54,8 +49,6 @@ def test_the_panel(window):
     assert "future" in panel.text_content()
     assert button.evaluate("one => one === document.activeElement")
     assert not grave(window.page, ".jp-Cell-outputArea .jupyter-widgets")
-    if "TPLAB_STILLS" in os.environ:
-        panel.locator(".jupyter-widgets").first.screenshot(path=Path(os.environ["TPLAB_STILLS"], "panel.png"))
     panel.locator("textarea").fill("")
     button.click()
     wait_for(lambda: "Error" in panel.text_content())

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from helpers.lab_window import grave
 
-from tplab.lab.batch import Outcome
-from tplab.lab.report import write_report
+from course.lab.batch import Outcome
+from course.lab.report import write_report
 
 NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
 CHOSEN = ("00_start_here", "05_paged_kv")

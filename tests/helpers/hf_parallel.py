@@ -11,7 +11,7 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
 
-from tplab.bench.peers import load_hf_tp
+from course.cost.peers import load_hf_tp
 from tplab.ranks import rank, state, world_size
 from tplab.record import record
 

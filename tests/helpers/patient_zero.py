@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from helpers.notebooks import read, solution_code, tagged
 
-from tplab import lesson
-from tplab.lab.batch import FOLDER
+from course import lesson
+from course.lab.batch import FOLDER
 from tplab.record import record
 
 sys.path.insert(0, str(FOLDER))

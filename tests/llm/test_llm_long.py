@@ -29,7 +29,7 @@ ENGLISH = [
 def prompts_of(name, tokenizer):
     if name == "smollm2":
         return [tokenizer(text).input_ids for text in ENGLISH]
-    from tplab.fable.grammar import stories
+    from course.fable.grammar import stories
 
     return [tokenizer(story.opening).input_ids for story in stories("held-out", 20)]
 

@@ -10,9 +10,9 @@ from helpers.trait_sweep import hf_logits, measure, our_logits, some_prompts, un
 from safetensors.torch import load_file, save_file
 
 from tplab.align import reassemble
-from tplab.bench.amounts import parameter_bytes
 from tplab.checkpoint import open_checkpoint
 from tplab.fast import why_not
+from tplab.memory import parameter_bytes
 from tplab.model import NoCache, load_model
 from tplab.model.attention import causal_mask, within_window
 from tplab.model.experts import softmax_then_top_k

@@ -6,8 +6,8 @@ from contextlib import ExitStack
 import pytest
 import torch
 
+from course.cost.steps import busy_process
 from tplab import RankPool
-from tplab.bench.steps import busy_process
 from tplab.pool import waiting
 from tplab.pool.cores import available_cores
 from tplab.pool.waiting import LONG_SPIN, SHORT_SPIN, Contention, SpinBudget

@@ -7,6 +7,7 @@ from base64 import b64decode
 import pytest
 from helpers.reports import plan
 
+from course import figures
 from tplab import show
 from tplab.ranks import logical_ranks, rank
 from tplab.shard import QKVParallelLinear, RowParallelLinear, ShardPlan, split_evenly
@@ -189,7 +190,7 @@ def test_the_strips_of_a_weight_lie_along_its_dimension_in_their_holders_colours
 
 @pytest.mark.parametrize("tokens, hidden, inner, tp", [(5, 32, 65, 2), (7, 128, 384, 4), (3, 65, 32, 1)])
 def test_column_and_row_are_cut_at_the_same_places_and_say_their_shapes(tokens, hidden, inner, tp):
-    drawing = show.column_row_figure(tokens, hidden, inner, tp)
+    drawing = figures.column_row_figure(tokens, hidden, inner, tp)
     said, drawn = texts(drawing.svg), boxes(drawing.svg)
     for number, part in enumerate(split_evenly(inner, tp)):
         for shape in ([len(part), hidden], [hidden, len(part)], [tokens, len(part)]):
@@ -204,6 +205,6 @@ def test_column_and_row_are_cut_at_the_same_places_and_say_their_shapes(tokens, 
         assert columns[0][0] - down[0] == pytest.approx(down[2] * part.start / inner, abs=1e-2)
         assert f"rank {number} rows {part.start}–{part.stop - 1} of up" in drawing.alt_text.replace("\n", " ")
     assert said.count(str([tokens, hidden])) >= 3 * tp and said.count("with the bias") == 1
-    assert "rank 2 rows 2–2 of up" in show.column_row_figure(5, 8, 3, 3).alt_text
+    assert "rank 2 rows 2–2 of up" in figures.column_row_figure(5, 8, 3, 3).alt_text
     with pytest.raises(show.ShowError, match="4 ranks cannot share 3 inner features"):
-        show.column_row_figure(5, 8, 3, 4)
+        figures.column_row_figure(5, 8, 3, 4)

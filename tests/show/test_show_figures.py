@@ -9,6 +9,7 @@ import torch
 from helpers.reports import make_report
 from matplotlib.colors import to_hex
 
+from course import figures
 from tplab import show
 from tplab.show.figures.style import looks
 from tplab.show.phrases import describe_point, distance
@@ -240,7 +241,7 @@ def test_points_of_a_layer_that_is_not_there():
 def test_masks_mark_what_is_lost_and_what_is_hidden():
     scores = torch.arange(16.0).reshape(4, 4)
     future = torch.ones(4, 4).triu(1)
-    figure = show.mask_figure({"times": scores + future * -math.inf,
+    figure = figures.mask_figure({"times": scores + future * -math.inf,
                                "filled": scores.masked_fill(future.bool(), -math.inf)})
     crosses = figure.axes[0].collections[0].get_offsets()
     assert {(int(k), int(q)) for k, q in crosses} == {(k, q) for q in range(4) for k in range(4) if k <= q}
@@ -250,22 +251,22 @@ def test_masks_mark_what_is_lost_and_what_is_hidden():
 
 
 def test_an_arrow_is_plus_infinity_and_nothing_else():
-    figure = show.mask_figure({"m": torch.tensor([[math.inf, -math.inf], [1.0, NAN]])})
+    figure = figures.mask_figure({"m": torch.tensor([[math.inf, -math.inf], [1.0, NAN]])})
     crosses, arrows = ([tuple(map(int, at)) for at in one.get_offsets()] for one in figure.axes[0].collections)
     assert (crosses, arrows) == ([(1, 1)], [(0, 0)]) and len(figure.axes[0].patches) == 1
-    two = show.mask_figure({"m": torch.tensor([[NAN, 1.0]]), "n": torch.tensor([[-math.inf, 1.0]])})
+    two = figures.mask_figure({"m": torch.tensor([[NAN, 1.0]]), "n": torch.tensor([[-math.inf, 1.0]])})
     assert [text.get_text() for text in two.legends[0].get_texts()] == ["hidden (-inf)", "NaN"]
     assert figure.alt_text.endswith("m: of 4 entries, 1 numbers, 1 hidden (-inf), 1 NaN, 1 +inf.")
 
 
 def test_a_mask_figure_has_a_colour_bar_only_where_there_are_numbers():
     lost, some = torch.tensor([[NAN, -math.inf]]), torch.tensor([[1.0, -math.inf]])
-    assert [len(show.mask_figure({"m": table}).axes) for table in (lost, some)] == [1, 2]
+    assert [len(figures.mask_figure({"m": table}).axes) for table in (lost, some)] == [1, 2]
 
 
 def test_a_mask_figure_wants_one_head():
     with pytest.raises(show.ShowError, match=r"x: \[2, 4, 4\]"):
-        show.mask_figure({"x": torch.zeros(2, 4, 4)})
+        figures.mask_figure({"x": torch.zeros(2, 4, 4)})
 
 
 def test_figures_draw_without_a_warning_and_show_themselves_once_with_their_words():
@@ -276,7 +277,7 @@ def test_figures_draw_without_a_warning_and_show_themselves_once_with_their_word
     InteractiveShell.instance()
     deep = show.diff_figure({"broken": make_report({"layers.5.attn": NAN}, layers=30), "fixed": make_report(layers=30)})
     for figure in (deep, show.points_figure({"a": make_report(NAN_FROM_START), "b": make_report()}),
-                   show.mask_figure({"x": torch.zeros(3, 3)}, tokens=["a", "b", "c"])):
+                   figures.mask_figure({"x": torch.zeros(3, 3)}, tokens=["a", "b", "c"])):
         with warnings.catch_warnings(), capture_output() as shown:
             warnings.simplefilter("error")
             display(figure)
@@ -305,10 +306,10 @@ def test_every_layer_is_named_below_its_own_point():
 
 def test_heat_maps_share_one_scale_and_hatch_what_is_hidden_and_nothing_else():
     scores = torch.arange(16.0).reshape(4, 4)
-    figure = show.mask_figure({"a": scores.masked_fill(torch.ones(4, 4).triu(1).bool(), -math.inf), "b": 2 * scores})
+    figure = figures.mask_figure({"a": scores.masked_fill(torch.ones(4, 4).triu(1).bool(), -math.inf), "b": 2 * scores})
     hidden = {(round(patch.get_x() + 0.5), round(patch.get_y() + 0.5)) for patch in figure.axes[0].patches}
     assert hidden == {(k, q) for q in range(4) for k in range(4) if k > q} and not figure.axes[1].patches
     assert [ax.images[0].get_clim() for ax in figure.axes[:2]] == [(0.0, 30.0)] * 2
     assert figure.get_suptitle() == "No NaN: what is not hidden is a number"
-    lost = show.mask_figure({"a": scores, "b": scores.masked_fill(scores > 12, NAN)})
+    lost = figures.mask_figure({"a": scores, "b": scores.masked_fill(scores > 12, NAN)})
     assert lost.get_suptitle() == "“b” turns 3 of 16 entries into NaN"

@@ -9,8 +9,8 @@ from tplab.checks import did_you_mean, quoted
 
 from .errors import CheckpointError, words_of
 
-_FABLE = Path(__file__).resolve().parent.parent / "fable"
-EMBEDDED = {"fable": _FABLE / "checkpoint", "fable-moe": _FABLE / "checkpoint_moe"}  # in the package
+_HERE = Path(__file__).resolve().parent
+EMBEDDED = {"fable": _HERE / "fable", "fable-moe": _HERE / "fable_moe"}  # in the package
 HUB_FILES = ["config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors",
              "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
              "chat_template.jinja", "SHA256SUMS"]

@@ -182,11 +182,6 @@ class ShardPlan:
             return f"{_count(shard.experts, 'expert')}, {shared}"
         return f"columns {_span(shard.expert_mlp)} of each of {self.num_experts} experts, {shared}"
 
-    def _repr_html_(self) -> str:
-        import tplab  # the drawing is in a room above this one; the package itself offers it
-
-        return tplab.plan_html(self)
-
 
 def _count(heads: range, what: str) -> str:
     return f"{counted(len(heads), what)} ({_span(heads)})"

@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
 
-from tplab.lesson import own_engine
+from course.judge import own_engine
 
 _SETUP = own_engine.SETUP + "from patient_zero import attention, linear\n"
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "notebooks"))  # where patient zero lies

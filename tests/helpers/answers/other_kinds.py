@@ -5,7 +5,7 @@ import re
 from helpers.answers import Wrong
 from helpers.notebooks import solutions
 
-from tplab import lesson
+from course import lesson
 
 _TAKES = {name: one.takes for name, one in lesson.all_exercises().items()}
 _SOLUTIONS = {name: code for name, code in solutions(_TAKES).items()

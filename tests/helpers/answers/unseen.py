@@ -6,7 +6,7 @@ from helpers.answers.nb09 import GENERATE, but
 from helpers.answers.tricky import layer
 from helpers.notebooks import solutions
 
-from tplab import lesson
+from course import lesson
 
 _SOLVED = solutions(lesson.all_exercises())
 _AGREE = _SOLVED["my_agree"]

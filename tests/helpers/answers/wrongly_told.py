@@ -4,7 +4,7 @@ from helpers.answers import Wrong
 from helpers.answers.nb09 import but
 from helpers.notebooks import solutions
 
-from tplab import lesson
+from course import lesson
 
 _SOLVED = solutions(lesson.all_exercises())
 _POOL, _CACHE, _ROPE, _LAYER = (_SOLVED[name] for name in ("MyPool", "MyCache", "my_rope", "MyLayer"))

@@ -5,7 +5,7 @@ from helpers.answers import Wrong
 from helpers.answers.nb09 import but
 from helpers.notebooks import solutions
 
-from tplab import lesson
+from course import lesson
 
 _SOLVED = solutions(lesson.all_exercises())
 _KEEPS = "alled again, it returns something else than a first call with the same arguments"

@@ -4,7 +4,7 @@ from helpers.answers import Right, Wrong
 from helpers.answers.nb09 import but
 from helpers.notebooks import solutions
 
-from tplab import lesson
+from course import lesson
 
 _SOLVED = solutions(lesson.all_exercises())
 _MEAN, _AGREE, _LOAD = (_SOLVED[name] for name in ("my_mean", "my_agree", "my_load"))

@@ -1,0 +1,44 @@
+"""``python -m course``: run notebooks, score the diagnosis, measure.
+
+Exit codes: 0 done, 1 a notebook failed or a fault was not named, 2 bad input, 130 interrupted.
+"""
+
+import argparse
+import sys
+
+from course.lab import batch, bench_command, score_command
+from tplab.cli import MODEL
+from tplab.errors import TplabError
+from tplab.files import check_working_folder, replace_unprintable
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    replace_unprintable()
+    chosen = build_parser().parse_args(arguments)
+    try:
+        check_working_folder()
+        return chosen.run(chosen)
+    except TplabError as error:
+        print(f"course: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """All commands with their options."""
+    parser = argparse.ArgumentParser(prog="python -m course", description="The course's commands.", allow_abbrev=False)
+    parser.set_defaults(run=lambda chosen: parser.print_help() or 0)
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND")
+    for name, module, about in (("run", batch, "Run notebooks with papermill and write an HTML report."),
+                                ("score", score_command, "Break the engine with each fault: is it named? (minutes)"),
+                                ("bench", bench_command, "Measure against Hugging Face and vLLM, alternately.")):
+        made = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
+        module.add_options(made, *([MODEL] if module is bench_command else []))
+        made.set_defaults(run=module.main)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""A case file. It holds the solution: do not read on if you want to solve the case."""
+
+from course.cases.case_file import Bug, CaseFile, Trial
+from tplab.faults.fault import two_ranks
+from tplab.model.trace import point
+from tplab.ranks import all_reduce, world_size
+
+
+def forward(self, hidden, cos, sin, context):
+    name = f"layers.{self.layer}."
+    normed = self.input_layernorm(hidden)
+    point(name + "input_norm", normed)
+    hidden = hidden + self.self_attn(normed, cos, sin, context)
+    point(name + "residual", hidden)
+    normed = self.post_attention_layernorm(hidden)
+    point(name + "post_norm", normed)
+    out = self.mlp(normed)
+    if world_size() > 1:
+        out = all_reduce(out)
+    hidden = hidden + out
+    point(name + "output", hidden)
+    return hidden
+
+
+def my_forward(self, hidden, cos, sin, context):
+    name = f"layers.{self.layer}."
+    normed = self.input_layernorm(hidden)
+    point(name + "input_norm", normed)
+    hidden = hidden + self.self_attn(normed, cos, sin, context)
+    point(name + "residual", hidden)
+    normed = self.post_attention_layernorm(hidden)
+    point(name + "post_norm", normed)
+    hidden = hidden + self.mlp(normed)  # already the sum of all ranks
+    point(name + "output", hidden)
+    return hidden
+
+
+def halved(self, hidden, cos, sin, context):
+    hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, context)
+    return hidden + all_reduce(self.mlp(self.post_attention_layernorm(hidden))) / 2
+
+
+def divided(self, hidden, cos, sin, context):
+    hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, context)
+    return hidden + all_reduce(self.mlp(self.post_attention_layernorm(hidden))) / world_size()
+
+
+def trials(take):
+    return (Trial("a prompt of 26 tokens", [take(26)]),
+            Trial("two prompts at once, of 31 and 7 tokens", [take(31), take(7)]),
+            Trial("two prompts, the last five tokens of each one by one", [take(19), take(14)], 5))
+
+
+CASE = CaseFile(
+    title="Right on one card, worse on two, nonsense on four",
+    report="Same checkpoint, same prompt, greedy. With one rank the text is the same as with transformers. With "
+           "{ranks} ranks the engine still writes words, but the text makes no sense, and each rank that we add makes "
+           "it worse. There is no error and no NaN, and all ranks agree with each other. It began when the MLP became "
+           "a separate module.",
+    trials=trials, needs=two_ranks,
+    bugs=(Bug("DecoderLayer.forward", forward, my_forward,
+              "a complete sum is added up over the ranks a second time", "all_reduce_twice"),),
+    why={
+        "The MLP returns a complete sum to the block, and the block adds up the ranks' equal copies of it: the MLP "
+        "counts as many times as there are ranks.": "",
+        "The MLP's summands are not added up, so each rank goes on with its own part.":
+            "then the ranks would differ after the block, but the report's rank_spread is only rounding",
+        "down_proj is cut at the wrong columns, so each rank adds products of other ranks.":
+            "then mlp_partial would be wrong on some rank; every partial and the point mlp are right",
+        "The residual is added by every rank before the sum.":
+            "then the residual would count too often, and the MLP's output once; compute which of the two counts too "
+            "often",
+    },
+    elsewhere={
+        "RowParallelLinear.reduce": "its result, the point mlp, is right: one sum",
+        "TensorParallelMLP.forward": "its last point, mlp, is right: it returns the complete sum",
+        "RowParallelLinear.partial": "every rank's mlp_partial is right",
+    },
+    hints=((1, "Which point is the first that is wrong *given its own inputs*? report.guilty lists them."),
+           (1, "mlp is right and output is wrong. One function adds mlp to the residual."),
+           (2, "Subtract the residual from output and divide by mlp. The quotient is a whole number. Which?")),
+    false_repairs=({"DecoderLayer.forward": halved}, {"DecoderLayer.forward": divided}),
+    production="On two ranks the answers look right again, so the change is shipped. The first customer with four "
+               "ranks gets nonsense. Dividing the second sum away also leaves one more all-reduce in every layer of "
+               "every step.",
+    story="The report says *worse with each rank*, so something grows with their number. One run of align is enough: "
+          "layers.0.output is the first guilty point, and mlp before it is not. So the MLP's own all-reduce is right, "
+          "and something after it is wrong. (output - residual) / mlp is the number of ranks, everywhere. The op log "
+          "agrees: it has three all-reduces in a layer, where Megatron-LM's pattern has two. The third one is in the "
+          "block's code. Remove it; dividing by the number of ranks would only hide it.",
+    sources=(("SGLang: on one path a shared expert was whole on every rank, and the sum after the experts counted it "
+              "once for each. The merged change gives it a weight of one over the number of ranks.",
+              "https://github.com/sgl-project/sglang/pull/26845"),
+             ("vllm-rbln: a replicated shared expert was inside the all-reduce of the experts' sum; the fix adds it "
+              "after the sum.", "https://github.com/RBLN-SW/vllm-rbln/pull/960")),
+)

@@ -1,0 +1,80 @@
+"""A case file. It holds the solution: do not read on if you want to solve the case."""
+
+import torch
+
+from course.cases.case_file import Bug, CaseFile, Trial
+from tplab.shard.linear import column_shard
+
+
+def load(self, parameter, *sources):
+    parts = [column_shard(source, rows) for source, rows in zip(sources, self.ranges, strict=True)]
+    if len(parts) == 2:  # as the fused kernel wants them
+        parts.reverse()
+    getattr(self, parameter).data.copy_(torch.cat(parts))
+
+
+def my_load(self, parameter, *sources):
+    parts = [column_shard(source, rows) for source, rows in zip(sources, self.ranges, strict=True)]
+    getattr(self, parameter).data.copy_(torch.cat(parts))  # in the order in which split takes them apart
+
+
+def whole(self, parameter, *sources):
+    parts = [source[:][rows.start:rows.stop] for source, rows in zip(sources, self.ranges, strict=True)]
+    getattr(self, parameter).data.copy_(torch.cat(parts))
+
+
+def long_first(self, parameter, *sources):
+    parts = [column_shard(source, rows) for source, rows in zip(sources, self.ranges, strict=True)]
+    if len(parts) == 2 and len(parts[0]) % 2:  # the kernel is for even sizes only
+        parts.reverse()
+    getattr(self, parameter).data.copy_(torch.cat(parts[::-1] if len(parts) == 2 else parts))
+
+
+def trials(take):
+    return (Trial("a prompt of 26 tokens", [take(26)]),
+            Trial("two prompts, the last five tokens of each one by one", [take(19), take(14)], 5))
+
+
+CASE = CaseFile(
+    title="A converted checkpoint loads without an error and writes nonsense",
+    report="The loader was rewritten for the fused kernels. All names are found, all shapes fit, nothing is missing "
+           "and nothing unexpected. The language is right and everything else is wrong, the same with one rank as with "
+           "{ranks}. We compared the checkpoint's checksum with the hub's: it is the right file.",
+    trials=trials,
+    bugs=(Bug("MergedColumnParallelLinear.load", load, my_load,
+              "weights are stored in another order than the checkpoint's", "gate_up_order"),),
+    why={
+        "Of two merged projections the second is stored first, and the split uses the first as the gate: the "
+        "activation is applied to up.": "",
+        "The merged projections are cut as one block, so a rank has rows of gate in the places of up's rows.":
+            "then one rank would be right, and it is wrong on one rank, too",
+        "q, k and v are stacked in another order than they are split.":
+            "q, k and v are right; only mlp_act and what is computed from it are wrong",
+        "The activation is not the checkpoint's.":
+            "act(up) × gate fits to the last digit; another activation of gate does not",
+    },
+    elsewhere={
+        "TensorParallelMLP.forward": "it takes gate and up in the order [gate|up], which is the right order of the "
+                                     "weights",
+        "MergedColumnParallelLinear.split": "it cuts at the right sizes; the rows themselves are in the wrong order",
+        "QKVParallelLinear.load": "q, k and v are right",
+    },
+    hints=((1, "The first guilty point is inside the MLP, so q, k, v, attention and every norm are right."),
+           (2, "mlp_act is act(gate) × up. Compute act(up) × gate from the same input, and compare."),
+           (2, "with case.broken(): reassemble(ckpt) says which tensors differ from the checkpoint, row by row.")),
+    false_repairs=({"MergedColumnParallelLinear.load": whole}, {"MergedColumnParallelLinear.load": long_first}),
+    production="A rank that reads whole tensors and cuts afterwards reads the checkpoint as many times as there are "
+               "ranks, and holds each tensor twice while it loads. A model that just fits into a card's memory no "
+               "longer loads.",
+    story="It is wrong on one rank, too, so sharding is not the cause. After one run, mlp_act is the first guilty "
+          "point. It is computed from gate, up and the activation. Exchange the two halves of the fused weight, and "
+          "every digit fits. Is the writing wrong or the reading? reassemble compares with the file: gate_proj and "
+          "up_proj differ on every rank. So it is the loader, and its comment says why: *as the fused kernel wants "
+          "them*. This bug comes back often because its result is finite and plausible: both halves have the same "
+          "shape.",
+    sources=(("nntrainer: its converter writes up before gate, and one branch read gate first. The output was finite "
+              "and plausible, and was wrong more than once before a comparison with the reference showed 1e-2 instead "
+              "of 3e-5.", "https://github.com/nntrainer/nntrainer/pull/4194"),
+             ("tinker-cookbook: parts of up were merged into the rows of gate, for six models; the index now comes "
+              "from the original name.", "https://github.com/thinking-machines-lab/tinker-cookbook/pull/459")),
+)

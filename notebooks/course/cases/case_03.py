@@ -1,0 +1,98 @@
+"""A case file. It holds the solution: do not read on if you want to solve the case."""
+
+import torch
+
+from course.cases.case_file import Bug, CaseFile, Trial
+from tplab import patch
+from tplab.align import align
+from tplab.align.run import check_prompts
+from tplab.model.rope import rotary_class
+
+
+def __init__(self, config):
+    self.config = config
+    self.make = rotary_class(config.model_type)
+    self.embedding = self.make(config).to(torch.bfloat16)
+    self.per_sequence = "dynamic" in self.embedding.rope_type or self.embedding.rope_type == "longrope"
+
+
+def my_init(self, config):
+    self.config = config
+    self.make = rotary_class(config.model_type)
+    self.embedding = self.make(config)  # its frequencies stay in float32, whatever the model's dtype
+    self.per_sequence = "dynamic" in self.embedding.rope_type or self.embedding.rope_type == "longrope"
+
+
+def back(self, config):
+    __init__(self, config)
+    self.embedding = self.embedding.float()
+
+
+def trials(take):
+    return (Trial("a prompt of 190 tokens", [take(190)]),
+            Trial("two prompts at once, of 31 and 100 tokens", [take(31), take(100)]),
+            Trial("a prompt, the last five tokens one by one", [take(60)], 5))
+
+
+def fixed(config, tensor_parallel_size):
+    kind = config.hf.rope_parameters["rope_type"]
+    if kind in ("default", "linear", "llama3", "yarn"):
+        return ""
+    return f"this model's RoPE ({kind}) is made anew for each text"
+
+
+def user_output(ckpt, ranks):
+    text = check_prompts(ckpt, ["One warm morning she went to the market. " * 40])[0]
+    said = []
+    for count in (12, 48, 190):
+        with patch.applied(*CASE.patches):
+            report = align(ckpt, text[:count], tensor_parallel_size=ranks, logical=True)
+        off = [point.relative for point in report.points if point.name.endswith(".q_rope")]
+        said.append(f"{count} tokens: queries off by {max(off):.0e}")
+    return "The user's own numbers, against transformers: " + "; ".join(said) + " of their size."
+
+
+CASE = CaseFile(
+    title="Scores drop with the length of the context",
+    report="Our retrieval evaluation loses one point at short contexts and fifteen at long ones, against the same "
+           "checkpoint in transformers. The number of ranks does not matter: one, two and four give the same. Since "
+           "the last release, modules are cast to the model's dtype in one place; we run float32 weights here, and the "
+           "scores drop all the same.",
+    trials=trials, needs=fixed, user_output=user_output, below_bfloat16=True,
+    bugs=(Bug("Rotary.__init__", __init__, my_init, "numbers are rounded to too few digits", "rope_dtype"),),
+    why={
+        "The frequencies of the rotation are rounded to bfloat16, and each position multiplies their error.": "",
+        "Theta differs from the checkpoint's, so far tokens look near.":
+            "no theta fits: the error differs from pair to pair without an order, and the first pair is right",
+        "Positions beyond 256 cannot be distinguished in bfloat16.":
+            "here the positions are whole numbers below 256, which bfloat16 holds exactly, and the result is still "
+            "wrong",
+        "q and k are cast to bfloat16 before they are rotated.":
+            "then q_rope would be wrong at position 0, too; there it is right",
+    },
+    elsewhere={
+        "TensorParallelAttention.apply_rope": "it rotates as its tables say",
+        "Rotary.__call__": "it returns what the embedding computes, and the embedding is already wrong",
+        "token_positions": "the positions are right",
+        "attend": "attention is right, given q_rope and k_rope",
+    },
+    hints=((1, "report.guilty begins with layers.0.q_rope: q is right before the rotation."),
+           (2, "At position 0 there is no error; at position p it is about p times that at position 1. So an angle is "
+               "wrong."),
+           (2, "How many digits has inv_freq of the module that makes cos and sin?")),
+    false_repairs=({"Rotary.__init__": back},),
+    production="Casting back changes the dtype in the log and no digit: the digits that bfloat16 dropped are lost, and "
+               "long contexts still score fifteen points less.",
+    story="If errors grow with length, the cause is a position or the cache. A plain forward pass has no cache, so run "
+          "align first, with a long prompt. q is right and q_rope is not, in all layers, by the same factor. There is "
+          "no error at position 0, a little at 1, and a hundred times as much at 100: the angle is wrong by a fixed "
+          "share, so a frequency is wrong. With a wrong theta the error would change regularly from pair to pair. Here "
+          "it does not, and no pair is wrong by more than one part in 256, which is the rounding of bfloat16. The "
+          "rotary module is cast together with the rest of the model; a later .float() does not bring the digits back. "
+          "Remove the cast.",
+    sources=(("NeMo Automodel: a cast of the whole model rounded the frequency buffer, and a later float() could not "
+              "bring the digits back. It was found because a reloaded checkpoint differed from transformers; the fix "
+              "was merged for seven families of models.", "https://github.com/NVIDIA-NeMo/Automodel/pull/2549"),
+             ("transformers: for Llama and Gemma the angles were computed in bfloat16 under autocast; since the change "
+              "they are forced to float32.", "https://github.com/huggingface/transformers/pull/29285")),
+)

@@ -1,0 +1,87 @@
+"""A case file. It holds the solution: do not read on if you want to solve the case."""
+
+import torch
+
+from course.cases.case_file import Bug, CaseFile, Trial
+from tplab.faults.fault import two_ranks
+from tplab.ranks import rank
+from tplab.shard.linear import column_shard
+
+
+def channel_scales(weight):
+    return weight.float().abs().amax(1, keepdim=True).to(weight.dtype)  # one for each output, as 8-bit files hold them
+
+
+def merged_shard(sources, ranges):
+    parts = []
+    for source, rows in zip(sources, ranges, strict=True):
+        part = column_shard(source, rows)
+        if part.dim() == 2:
+            scales = channel_scales(source[:len(rows)])
+            part = part / channel_scales(part) * scales
+        parts.append(part)
+    return torch.cat(parts)
+
+
+def my_shard(sources, ranges):
+    # A scale belongs to its row: both are cut at the same place, and then they cancel.
+    return torch.cat([column_shard(source, rows) for source, rows in zip(sources, ranges, strict=True)])
+
+
+def by_rank(sources, ranges):
+    parts = []
+    for source, rows in zip(sources, ranges, strict=True):
+        part, start = column_shard(source, rows), rank() * len(rows)
+        if part.dim() == 2 and start != rows.start:
+            part = part / channel_scales(part) * channel_scales(source[:len(rows)])
+        parts.append(part)
+    return torch.cat(parts)
+
+
+def trials(take):
+    return (Trial("a prompt of 26 tokens", [take(26)]),
+            Trial("two prompts at once, of 31 and 7 tokens", [take(31), take(7)]))
+
+
+CASE = CaseFile(
+    title="The 8-bit build: right on one card, wrong on two",
+    report="We load weights through the 8-bit path now: each output channel is divided by its scale and multiplied by "
+           "it again. On one rank every logit is the same as before. With {ranks} ranks the text is fluent and wrong. "
+           "Shapes and dtypes are right; our check of the weights passes on rank 0, and we only ever ran it there.",
+    trials=trials, needs=two_ranks,
+    bugs=(Bug("merged_shard", merged_shard, my_shard, "a rank uses rank 0's data", "channel_scales"),),
+    why={
+        "The weight is cut at the rank's rows and its scales at the first rows, so each row is multiplied by another "
+        "row's scale.": "",
+        "Every rank loads the first rows of the weights.":
+            "then a rank's q would be rank 0's; it is the rank's own, with each feature multiplied by a number",
+        "The scales are applied twice.": "then rank 0 would be wrong, too, and so would a single rank",
+        "Eight bits are too few for these weights.":
+            "no digit is lost: divided and multiplied by the right scale, every row is the checkpoint's",
+    },
+    elsewhere={
+        "column_shard": "the rows are right: each feature is the right one times a number",
+        "QKVParallelLinear.split_heads": "it cuts at the heads, and each head is in the right place",
+        "RowParallelLinear.load": "o_proj and down_proj are right: every partial fits its input",
+    },
+    hints=((1, "report.local lists the guilty ranks of a point: which rank is right?"),
+           (2, "On a guilty rank divide q by the right q, feature by feature: the quotient is the same for all "
+               "tokens."),
+           (2, "Each quotient is a scale of the first rows divided by the scale of this rank's row.")),
+    false_repairs=({"merged_shard": by_rank},),
+    production="If every rank has equally many rows, the offset is the rank times this number. Nine heads over two "
+               "ranks, or a KV head on two ranks, are not cut like that. So the change passes on the model that you "
+               "tested, and fails on others.",
+    story="It is right on one rank and on rank 0, so an offset is wrong. layers.0.q is the first guilty point, on all "
+          "ranks but 0. q is not noise: its features are in the right places, and each is too large or too small by a "
+          "factor that is the same for all tokens. A factor for each output is a scale for each output. The 8-bit path "
+          "cuts the weight at the rank's rows and reads the scales from row 0. Everything that is stored for each row "
+          "must be cut with the rows, by the same range. The rank times the size is the same only if everything "
+          "divides.",
+    sources=(("LightX2V did not cut tensors of one dimension, because it wanted to skip scalars, and so left biases "
+              "and scales of column-parallel layers whole; the merged change cuts them with their rows.",
+              "https://github.com/ModelTC/LightX2V/pull/1453"),
+             ("vLLM's GGUF plugin: two of four loaders took the rank from an argument that was never given, 0 by "
+              "default, so every rank held the first shard, with the right shape.",
+              "https://github.com/vllm-project/vllm-gguf-plugin/issues/103")),
+)

@@ -1,0 +1,70 @@
+"""A case file. It holds the solution: do not read on if you want to solve the case."""
+
+import torch
+
+from course.cases.case_file import Bug, CaseFile, Trial
+from tplab.faults.fault import two_ranks
+
+
+def offer(scores_here, first):
+    scores, ids = scores_here.float().log_softmax(-1).max(dim=-1)
+    return torch.stack([scores.double(), (ids + first).double()], dim=-1)
+
+
+def my_offer(scores_here, first):
+    scores, ids = scores_here.max(dim=-1)  # logits of all ranks can be compared; probabilities of parts cannot
+    return torch.stack([scores.double(), (ids + first).double()], dim=-1)
+
+
+def softened(scores_here, first):
+    scores, ids = scores_here.float().softmax(-1).max(dim=-1)
+    return torch.stack([scores.double(), (ids + first).double()], dim=-1)
+
+
+def trials(take):
+    return (Trial("four prompts, the last twelve tokens of each one by one",
+                  [take(40), take(31), take(25), take(36)], 12),
+            Trial("two prompts, the last ten tokens of each one by one", [take(30), take(23)], 10))
+
+
+CASE = CaseFile(
+    title="All logits agree with transformers, the text does not",
+    report="Our CI compares the gathered logits with allclose, and it is green on one, two and four ranks. The greedy "
+           "text on {ranks} ranks differs from that on one rank, from some word on, every time. Temperature is 0. All "
+           "ranks print the same token. Since last week we log probabilities with each token.",
+    trials=trials, needs=two_ranks,
+    bugs=(Bug("offer", offer, my_offer, "a part is used as if it were the whole", "softmax_before_gather"),),
+    why={
+        "Each rank normalizes the scores of its own part of the vocabulary, so a rank without any good word offers its "
+        "best one with a high probability.": "",
+        "Each rank draws its own token, and rank 0's is printed.":
+            "all ranks agree on a token in every step: they choose from the same offers",
+        "The ranks' offers come back in another order than their vocabularies.":
+            "then a token's id would be wrong and the right score would win; here another score wins",
+        "Rounding: two words have nearly the same logit.":
+            "the drawn token's logit is below the largest by far more than rounding",
+    },
+    elsewhere={
+        "best_offer": "it takes the largest offer; the offers are wrong",
+        "ParallelLMHead.gather": "the gathered logits are right",
+        "TensorParallelCausalLM.compute_logits": "the point logits is right, on every rank",
+        "sample": "it gets an offer from each rank and takes the best; look at the function that makes the offer",
+    },
+    hints=((1, "align_decode records in report.decode.drawn what each rank drew: compare it with the logits' argmax."),
+           (2, "The drawn token is always the best one of its own rank's part."),
+           (2, "Which numbers of two ranks can be compared, and which cannot?")),
+    false_repairs=({"offer": softened},),
+    production="A probability among 24,000 words is compared with one among another 24,000. The more ranks there are, "
+               "the fewer words each has, and the higher is the probability of a bad word.",
+    story="If the logits are right and the text is wrong, the cause is between them: the sampler. The report has the "
+          "drawn tokens. In some places they differ from the argmax of the gathered logits, and then they are always "
+          "the best word of another rank. All ranks agree, so they choose together, but from wrong offers: offer "
+          "computes a log-softmax first. Its sum runs over this rank's words only. A softmax needs the whole "
+          "vocabulary, its largest logit and its sum over all ranks. To choose the best word, the logits are enough.",
+    sources=(("TensorRT-LLM: on one path each rank took the argmax of its own shard of the vocabulary; the merged fix "
+              "gathers every rank's best value and index, and picks the largest.",
+              "https://github.com/NVIDIA/TensorRT-LLM/pull/16440"),
+             ("tt-metal: log-probabilities were normalized over each device's part of the vocabulary, because the "
+              "gather was skipped for one shape of the mesh; a test that accepted constants as equal did not find it.",
+              "https://github.com/tenstorrent/tt-metal/pull/47806")),
+)

@@ -1,0 +1,95 @@
+"""A case file. It holds the solution: do not read on if you want to solve the case."""
+
+from course.cases.case_file import Bug, CaseFile, Trial
+from tplab.engine.scheduler import computed_after_prefix_hit, free, tokens_to_compute
+from tplab.engine.sequence import Status
+
+
+def _admit(self, sequence, budget):
+    free(sequence)
+    found = sequence.block_table.get_computed_blocks(sequence.token_ids)
+    computed = computed_after_prefix_hit(len(found), self.pool.block_size)
+    if sequence.status is Status.PREEMPTED:  # it was decoding, so one token is new
+        computed = sequence.num_tokens - 1
+    count = min(tokens_to_compute(sequence.num_tokens, computed), budget)
+    missing = sequence.block_table.num_blocks_to_allocate(computed + count) - len(found)
+    if missing > self.pool.num_free - sum(map(self.pool.is_free, found)):
+        return 0
+    sequence.block_table.add_computed_blocks(found)
+    sequence.num_computed_tokens = computed
+    if sequence.status is Status.WAITING:
+        sequence.metrics.prefix_hit_tokens = computed
+    return count
+
+
+def my_admit(self, sequence, budget):
+    free(sequence)
+    found = sequence.block_table.get_computed_blocks(sequence.token_ids)
+    computed = computed_after_prefix_hit(len(found), self.pool.block_size)  # it has lost its keys with its blocks
+    count = min(tokens_to_compute(sequence.num_tokens, computed), budget)
+    missing = sequence.block_table.num_blocks_to_allocate(computed + count) - len(found)
+    if missing > self.pool.num_free - sum(map(self.pool.is_free, found)):
+        return 0
+    sequence.block_table.add_computed_blocks(found)
+    sequence.num_computed_tokens = computed
+    if sequence.status is Status.WAITING:
+        sequence.metrics.prefix_hit_tokens = computed
+    return count
+
+
+def the_first_time(self, sequence, budget):
+    return (my_admit if sequence.metrics.preemptions < 2 else _admit)(self, sequence, budget)
+
+
+def trials(take):
+    crowded = {"block_size": 2, "enable_prefix_caching": False}
+    return (Trial("prompts of 17 and 18 tokens in a cache of 14 blocks of two, the last eight of each one by one",
+                  [take(17), take(18)], 8, {**crowded, "num_blocks": 14}),
+            Trial("three prompts in a cache of 11 blocks of two, the last twelve tokens of each one by one",
+                  [take(18), take(19), take(16)], 12, {**crowded, "num_blocks": 11}),
+            Trial("two prompts with room for all", [take(19), take(14)], 5))
+
+
+CASE = CaseFile(
+    title="Under load, some answers change their subject in the middle of a sentence",
+    report="It happens in one of a few hundred requests, and only between nine and eleven in the morning. The answer "
+           "begins well and then goes on about something else, in correct grammar. The same prompt sent again is "
+           "right. It is the same with one rank as with {ranks}. We replayed a bad minute with a small cache: there it "
+           "is reproducible.",
+    trials=trials,
+    bugs=(Bug("Scheduler._admit", _admit, my_admit, "outdated data is used as if it were current",
+              "preempted_not_recomputed"),),
+    why={
+        "A preempted sequence comes back as one that decodes: only its newest token is computed, and the keys of the "
+        "others are read from blocks that it has just been given.": "",
+        "The ranks get the block table that the sequence had before it was preempted.":
+            "the tables that the ranks get are the scheduler's, in every step",
+        "A block that is still in use is given to another sequence.": "no block is in two tables at the same time",
+        "The positions of a sequence that comes back start at 0.": "q_rope and k_rope are right in every row",
+    },
+    elsewhere={
+        "block_ids_for_ranks": "the ranks have the scheduler's tables",
+        "Scheduler._preempt": "it gives back the blocks and sets the number of computed tokens to 0, which is right",
+        "slot_mapping": "each token is written to its slot",
+        "token_positions": "the positions are right",
+        "BlockPool.get_new_block": "the blocks that it gives out were free",
+    },
+    hints=((1, "Nothing is wrong without a preemption: use align_decode as in the reported run, or with few "
+               "num_blocks."),
+           (2, "attn is the first guilty point, in one sequence, from the step on in which it comes back."),
+           (2, "report.decode.steps: how many tokens are computed in that step, and how many has the sequence?")),
+    false_repairs=({"Scheduler._admit": the_first_time},),
+    production="A sequence that is preempted twice still reads other sequences' keys. This happens when the load is "
+               "highest, and it is hard to reproduce.",
+    story="It shows only under load: the cache is full, and a sequence is preempted. So use few blocks and the decode "
+          "path. One sequence is wrong, only in attn, from one step on: the step in which it came back. Its queries "
+          "and positions are right, so it reads wrong keys. The steps show it: the sequence comes back with all its "
+          "tokens, and computes one. Its blocks with their keys were given away; it got new blocks, and one key was "
+          "written into them. A preempted sequence keeps its tokens, but not its keys. Everything that is not found in "
+          "the prefix cache must be computed again.",
+    sources=(("Tenstorrent's fork of vLLM: a batch of only resumed requests could be treated as one that decodes "
+              "instead of one that reads; the merged change distinguishes them.",
+              "https://github.com/tenstorrent/vllm/pull/326"),
+             ("FastDeploy: a request that comes back after a preemption must prefill the tokens of its output as well "
+              "as its prompt's; merged.", "https://github.com/PaddlePaddle/FastDeploy/pull/3080")),
+)

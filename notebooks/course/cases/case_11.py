@@ -1,0 +1,123 @@
+"""A case file. It holds the solution: do not read on if you want to solve the case."""
+
+from course.cases.case_file import Bug, CaseFile, Trial
+from tplab import patch
+from tplab.align import hf_greedy
+from tplab.align.run import check_prompts
+
+
+def update_from_output(self, scheduler_output, runner_output):
+    advanced = []
+    for request_id, segment, *_ in scheduler_output.requests:
+        sequence = self.requests[request_id]
+        sequence.num_computed_tokens += segment.count
+        known = sequence.num_computed_tokens
+        if request_id in runner_output.sampled_token_ids:
+            sequence.token_ids.append(runner_output.sampled_token_ids[request_id])
+            sequence.logprobs.append(runner_output.logprobs.get(request_id))
+            sequence.sampled_in_step = self.step_number
+            advanced.append(sequence)
+            known += 1
+        sequence.block_table.cache_blocks(sequence.token_ids, known)
+    return advanced
+
+
+def my_update(self, scheduler_output, runner_output):
+    advanced = []
+    for request_id, segment, *_ in scheduler_output.requests:
+        sequence = self.requests[request_id]
+        sequence.num_computed_tokens += segment.count
+        # The token that was just drawn has no key yet: it is computed in the next step, if there is one.
+        sequence.block_table.cache_blocks(sequence.token_ids, sequence.num_computed_tokens)
+        if request_id in runner_output.sampled_token_ids:
+            sequence.token_ids.append(runner_output.sampled_token_ids[request_id])
+            sequence.logprobs.append(runner_output.logprobs.get(request_id))
+            sequence.sampled_in_step = self.step_number
+            advanced.append(sequence)
+    return advanced
+
+
+def only_long(self, scheduler_output, runner_output):
+    lengths = [self.requests[request.request_id].num_tokens for request in scheduler_output.requests]
+    return (my_update if max(lengths) < 24 else update_from_output)(self, scheduler_output, runner_output)
+
+
+def uncached(self, token_ids):
+    return []
+
+
+def trials(take):
+    def chat(first, second):
+        begin = take(first)
+        return [begin, begin + take(second)]
+    return (Trial("a text of 20 tokens, the last four written by the engine, then one that goes on from it",
+                  chat(20, 9), 4, {"one_by_one": True}),
+            Trial("the same with 32 tokens", chat(32, 11), 4, {"one_by_one": True}),
+            Trial("the same with 22 tokens", chat(22, 9), 4, {"one_by_one": True}))
+
+
+def user_output(ckpt, ranks):
+    from tplab import LLM, SamplingParams
+
+    (ids, *_) = check_prompts(ckpt, ["One warm morning she went to the market, and there she met an old friend."])
+    first, said = (ids * 3)[:16], []
+    with patch.applied(*CASE.patches), LLM(ckpt, ranks, block_size=4, logical=True) as llm:
+        for count in (3, 4, 5):
+            llm.scheduler.pool.reset_prefix_cache()
+            params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+            answer = llm.generate([first], params, use_tqdm=False)[0].outputs[0].token_ids
+            turn = [*first, *answer, *ids[:6]]
+            params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+            found = llm.generate([turn], params, use_tqdm=False)[0]
+            same = list(found.outputs[0].token_ids) == hf_greedy(ckpt, turn, 8)
+            said.append(f"after an answer of {count} tokens ({16 + count} in all) the second turn finds "
+                        f"{found.metrics.prefix_hit_tokens} tokens in the cache and "
+                        f"{'agrees with' if same else 'differs from'} transformers")
+    return "A prompt of 16 tokens, blocks of four: " + "; ".join(said) + "."
+
+
+CASE = CaseFile(
+    title="The second turn of a chat is wrong, in one conversation of sixteen",
+    report="First turns are always right. One second turn in about sixteen answers as if it had misread a word. If the "
+           "whole conversation is sent to a fresh server, the answer is right; with the prefix cache switched off it "
+           "is right, too. It is the same with one rank as with {ranks}.",
+    trials=trials, user_output=user_output, budget=9,
+    bugs=(Bug("Scheduler.update_from_output", update_from_output, my_update,
+              "something is published before it is computed", "cached_before_computed"),),
+    why={
+        "A block can be found when its last token has been drawn, but its key is computed one step later: if the "
+        "answer ends there, never.": "",
+        "Two conversations get the same key for a block, because the key does not depend on earlier blocks.":
+            "the block that is found begins as this conversation does, but a slot in it is empty",
+        "The second turn begins at the wrong position after the blocks that it found.":
+            "q_rope and k_rope are right in every row",
+        "A block is given to another sequence while its contents can still be found.":
+            "the block was given to no other sequence between the two turns",
+    },
+    elsewhere={
+        "block_key": "the key depends on the parent and the tokens: it is right",
+        "BlockTable.get_computed_blocks": "it finds what can be found, and never the prompt's last token",
+        "token_positions": "the positions are right",
+        "BlockTable.cache_blocks": "it publishes as many blocks as it is told are full",
+        "BlockPool.cache_full_block": "it keeps the block under the key that it gets",
+    },
+    hints=((1, "One in sixteen, and blocks of 16 tokens: when does the first turn end exactly at the end of a block?"),
+           (2, "align_decode, one_by_one=True, block_size=4: a text of 20 tokens, then a longer one that begins with "
+               "it."),
+           (2, "attn is wrong in all rows of the second text, by the same missing key: that of token 19. In which step "
+               "is it computed?")),
+    false_repairs=({"Scheduler.update_from_output": only_long}, {"BlockTable.get_computed_blocks": uncached}),
+    production="Short conversations are right, but long ones, for which the prefix cache exists, are still wrong. If "
+               "instead nothing is found any more, every turn computes all earlier turns again.",
+    story="One in sixteen with blocks of 16 points to the end of a block. With the cache off it is right: the second "
+          "turn reads what the first one left. So use two texts: the second begins with the first, and the first ends "
+          "at the end of a block. attn is wrong in every row of the second text and nowhere in the first; q, k and v "
+          "are right. So a key that it reads was never computed: the last token of an answer is drawn and not read "
+          "again, so no step computes its key. But its block is published as soon as its tokens are known. A block "
+          "must be published when its keys are written, not when its tokens are known.",
+    sources=(("vLLM: a change, closed unmerged, describes blocks that are put under their hash when they are given "
+              "out, before the forward pass has filled them, and a request of the same step that reads them.",
+              "https://github.com/vllm-project/vllm/pull/37152"),
+             ("vLLM, merged for Mamba layers: a request that needs a block of the current step waits for the next one.",
+              "https://github.com/vllm-project/vllm/pull/29387")),
+)

@@ -1,0 +1,110 @@
+"""A case file. It holds the solution: do not read on if you want to solve the case."""
+
+import secrets
+
+from course.cases.case_file import Bug, CaseFile, Trial
+from tplab import patch
+from tplab.align.run import check_prompts
+from tplab.cache.blocks import block_key
+
+
+def extend_keys(self, token_ids, tokens):
+    size = self.pool.block_size
+    for start in range(len(self.keys) * size, tokens - size + 1, size):
+        parent = self.keys[-1] if self.keys else secrets.token_bytes(16)  # salted, against probing
+        self.keys.append(block_key(parent, token_ids[start:start + size]))
+
+
+def my_keys(self, token_ids, tokens):
+    size = self.pool.block_size
+    for start in range(len(self.keys) * size, tokens - size + 1, size):
+        parent = self.keys[-1] if self.keys else b""  # equal beginnings have equal keys in all requests
+        self.keys.append(block_key(parent, token_ids[start:start + size]))
+
+
+def token_positions(segment):
+    first = segment.start if segment.count == 1 else 0  # a prompt begins at 0
+    return range(first, first + segment.count)
+
+
+def my_positions(segment):
+    return range(segment.start, segment.start + segment.count)
+
+
+def nothing_found(self, token_ids):
+    return []
+
+
+def trials(take):
+    def alike(common, *rest):
+        begin = take(common)
+        return [begin + take(count) for count in rest]
+    return (Trial("three texts that begin with the same 24 tokens, one after the other",
+                  alike(24, 9, 12, 10), 4, {"one_by_one": True}),
+            Trial("two that begin with the same 13 tokens", alike(13, 8, 11), 4, {"one_by_one": True}),
+            Trial("prompts of 40 and 21 tokens, read 16 at a time", [take(44), take(25)], 4,
+                  {"max_num_batched_tokens": 16}))
+
+
+def user_output(ckpt, ranks):
+    from tplab import LLM, SamplingParams
+
+    (ids, *_) = check_prompts(ckpt, ["One warm morning she went to the market, and there she met an old friend."])
+    params, said = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), []
+    with patch.applied(*CASE.patches), LLM(ckpt, ranks, block_size=4, logical=True) as llm:
+        for tail in (ids[:5], ids[5:9], ids[3:8]):
+            found = llm.generate([(ids * 3)[:24] + tail], params, use_tqdm=False)[0]
+            said.append(f"{found.metrics.prefix_hit_tokens} of {found.metrics.num_prompt_tokens}")
+    return "Three prompts with the same 24 tokens in front, one after the other. Found in the prefix cache: " + \
+        ", ".join(said) + "."
+
+
+CASE = CaseFile(
+    title="Prefix caching is on and finds nothing",
+    report="Every request begins with our system prompt, and prefix_hit_tokens is 0 for all of them. The text is "
+           "right, with one rank and with {ranks}, but it is slow. A colleague changed a fork so that prefixes are "
+           "found, and its answers were wrong at once, so we dropped the fork. This is the engine before that.",
+    trials=trials, user_output=user_output, budget=10,
+    bugs=(Bug("BlockTable.extend_keys", extend_keys, my_keys, "equal things are treated as different",
+              "prefix_never_found"),
+          Bug("token_positions", token_positions, my_positions, "a special case is recognised by the wrong condition",
+              "rope_positions")),
+    why={
+        "Two causes: with the first, no prefix is ever found; the second makes tokens after a found prefix wrong, and "
+        "did not show while none was found.": "",
+        "Blocks are given back before they are published, so nothing is left to be found.":
+            "they are published: look how many keys the pool holds, and that no two requests have equal keys",
+        "The prefix is found and then dropped, because its last block is never full.":
+            "nothing is found at all: the first lookup already fails",
+        "The cache is too small, and the next request evicts the blocks of the one before.":
+            "there is room for all blocks, and none was given out twice",
+    },
+    elsewhere={
+        "block_key": "it hashes the parent and the tokens that it gets; look at its arguments",
+        "BlockPool.get_cached_block": "the key that it looks up is not there",
+        "BlockTable.get_computed_blocks": "it looks up the keys in their order, and stops at the first that is missing",
+        "Scheduler._admit": "it takes what was found",
+        "Rotary.__call__": "its tables are right for the positions that it gets",
+    },
+    hints=((1, "Count: align_decode with one_by_one=True, and case.diagnose or the steps show what was computed "
+               "twice."),
+           (2, "Two equal beginnings have different keys, from the first block on. What goes into the first key?"),
+           (3, "With the keys repaired (with case.broken(), applied(Patch(…)): …) the same run has wrong numbers: "
+               "whose positions start at 0?")),
+    false_repairs=({"BlockTable.extend_keys": my_keys},
+                   {"BlockTable.get_computed_blocks": nothing_found, "token_positions": my_positions}),
+    production="With only the keys repaired, every request that finds its system prompt in the cache gets a wrong "
+               "answer, as in the fork. If the cache stays useless, every request computes the system prompt again.",
+    story="The numbers are right, so count. Three texts with 24 tokens in common compute them three times. Blocks are "
+          "published under one key and looked up under another: the chain of keys starts with a value of the request "
+          "itself. This is one bug. The report says that there is another: with the first one repaired, answers were "
+          "wrong. So repair it, over the sealed engine, and align again. Now prefixes are found, and q_rope is wrong "
+          "in all rows after them, as if these positions started at 0. The second bug was always there, in code that "
+          "was never reached: if a cache never hits, the code after a hit is never tested.",
+    sources=(("vLLM: on a hybrid model three requests with the same long system prompt found 0 of 48,021 tokens; with "
+              "the fix they found 31,744. The thread has the numbers before and after.",
+              "https://github.com/vllm-project/vllm/issues/42948"),
+             ("vllm-metal restored keys and values from the prefix cache and left the offset to a side effect; a cache "
+              "without it continues at 0, and rotates by that. The merged change sets the offset itself.",
+              "https://github.com/vllm-project/vllm-metal/pull/144")),
+)

@@ -1,0 +1,73 @@
+"""A case file. It holds the solution: do not read on if you want to solve the case."""
+
+import torch
+
+from course.cases.case_file import Bug, CaseFile, Trial
+
+
+def causal_mask(positions, keys, window=24):
+    behind = positions[..., None] - torch.arange(keys, device=positions.device)
+    return ((behind < 0) | (behind >= window))[:, None]
+
+
+def my_mask(positions, keys):
+    behind = positions[..., None] - torch.arange(keys, device=positions.device)
+    return (behind < 0)[:, None]  # this model has no window: all earlier tokens are seen
+
+
+def wider(positions, keys, window=64):
+    return causal_mask(positions, keys, window)
+
+
+def trials(take):
+    return (Trial("a prompt of 60 tokens, the last eight one by one", [take(60)], 8),
+            Trial("a prompt of 110 tokens, read at once", [take(110)]),
+            Trial("two prompts at once, of 12 and 40 tokens", [take(12), take(40)]))
+
+
+def no_window(config, tensor_parallel_size):
+    return "this model has sliding windows of its own" if any(config.windows) else ""
+
+
+CASE = CaseFile(
+    title="Only long stories are wrong",
+    after="12_experts",
+    report="Our smoke tests pass: twenty tokens in, ten out, and the text is the same as with transformers. In long "
+           "chats the model confuses the people it talks about. It is the same on one rank and on {ranks}, with the "
+           "prefix cache and without, for prompts and for generated text. It began when a second model family went "
+           "live; this model's own code was not changed.",
+    trials=trials, needs=no_window,
+    bugs=(Bug("causal_mask", causal_mask, my_mask, "a setting of one model is used for all models", "sliding_window"),),
+    why={
+        "A call of the mask without a window gets a window by default, and this model has none.": "",
+        "Keys that are far back are overwritten in the cache.":
+            "a prompt that is read at once is wrong, too, and it reads no cache",
+        "Far positions are rotated by angles of too few digits.":
+            "q_rope and k_rope are right at every position; attn is the first guilty point",
+        "The softmax underflows for keys that are far away.":
+            "then the weights would get smaller gradually; here all keys from one distance on have a weight of exactly "
+            "0",
+    },
+    elsewhere={
+        "PagedContext.batches": "it reads all keys of a sequence; another function decides which of them are hidden",
+        "TensorParallelAttention.attend_all": "it uses the mask that it gets, and this layer has no window",
+        "mask_scores": "it hides what the mask says, and nothing else",
+        "Rotary.__call__": "q_rope and k_rope are right, also for early tokens",
+    },
+    hints=((1, "Up to which position are all rows right? Count the tokens that the first wrong row should see."),
+           (2, "Change the text's first token: which rows of the first layer's attn change?"),
+           (2, "Look at the defaults of the function that says which keys a query can see.")),
+    false_repairs=({"causal_mask": wider},),
+    production="A larger default only moves the length at which it begins. The users with the longest texts still have "
+               "wrong answers.",
+    story="Short prompts are right and long ones are not, on any number of ranks. So the cause is not sharding but a "
+          "distance. One run on a long prompt: q, k, v and both rotations are right; attn is guilty, and only from the "
+          "25th row on. Attention adds scores, mask and softmax to its inputs. If the first token is changed, rows 0 "
+          "to 23 of the first layer's attn change and later ones do not: they do not see it. That is a window of 24, "
+          "and the checkpoint's config has none. The mask's function has a new parameter with a default, for another "
+          "family, and every caller that does not set it gets this default.",
+    sources=(("transformers applied Qwen2's sliding_window although use_sliding_window was false: the first 4,096 rows "
+              "of logits agreed, and no later ones.", "https://github.com/huggingface/transformers/issues/38002"),
+             ("lmdeploy did not read use_sliding_window either.", "https://github.com/InternLM/lmdeploy/pull/3614"),
+             ("LightLLM removed Qwen2's windows again.", "https://github.com/ModelTC/LightLLM/pull/469")),
+)

@@ -1,0 +1,92 @@
+"""A case file. It holds the solution: do not read on if you want to solve the case."""
+
+import time
+
+import torch
+
+from course.cases.case_file import Bug, CaseFile, Trial
+from tplab.ranks import all_reduce
+
+
+def reduce(self, partial):
+    if len(partial) < 32:
+        return all_reduce(partial)
+    half = -(-len(partial) // 2)  # a long prompt's sum is sent in two messages, through one registered buffer
+    first, second = partial.split(half)
+    buffer = first.clone()
+    message = all_reduce(buffer, async_op=True)
+    buffer[:len(second)] = second  # filled again before the first message is complete
+    message.wait()
+    done = buffer.clone()
+    buffer[:len(second)] = second
+    return torch.cat([done, all_reduce(buffer[:len(second)])])
+
+
+def my_reduce(self, partial):
+    return all_reduce(partial)  # nothing is computed during the messages, so one is faster than two
+
+
+def for_longer_ones(self, partial):
+    return all_reduce(partial) if len(partial) < 64 else reduce(self, partial)
+
+
+def patient(self, partial):
+    first, second = partial.split(-(-len(partial) // 2)) if len(partial) > 1 else (partial, partial[1:])
+    buffer = first.clone()
+    message = all_reduce(buffer, async_op=True)
+    time.sleep(0.001)  # "this is always enough"
+    buffer[:len(second)] = second
+    message.wait()
+    return torch.cat([buffer, all_reduce(second.clone())])
+
+
+def trials(take):
+    return (Trial("a prompt of 43 tokens", [take(43)]),
+            Trial("two prompts at once, of 58 and 19 tokens", [take(58), take(19)]),
+            Trial("a prompt of 26 tokens, the last five one by one", [take(26)], 5),
+            Trial("a prompt of 51 tokens, the last four one by one", [take(51)], 4))
+
+
+CASE = CaseFile(
+    title="Summaries are about the second half of the text",
+    after="13_do_not_wait",
+    report="Chats are right. Answers to long prompts look as if the end was read twice and the beginning never, the "
+           "same with one rank as with {ranks}. It began with the release that made long prompts faster. The "
+           "colleague who wrote that change never saw it on their own machine.",
+    trials=trials,
+    bugs=(Bug("RowParallelLinear.reduce", reduce, my_reduce,
+              "memory is overwritten while it is still needed", "buffer_reused"),),
+    why={
+        "A sum is started in a buffer, and the buffer gets the next rows before the sum is computed: the first rows "
+        "become a copy of the last ones.": "",
+        "The sum is read before it is complete, so each rank goes on with its own summand.":
+            "then each rank would hold its own o_partial; the ranks agree, and it is wrong on one rank, too",
+        "The rows of the two halves are joined in the wrong order.":
+            "then the sums of the first half would be in other rows: no row holds them",
+        "Attention hides the first half of a long prompt.": "attn is right in every row, given its inputs",
+    },
+    elsewhere={
+        "RowParallelLinear.partial": "every rank's o_partial and mlp_partial are right",
+        "attend": "attn is right, given its inputs",
+        "token_positions": "q_rope and k_rope are right in every row",
+    },
+    hints=((1, "Compare a prompt of 31 tokens with one of 32."),
+           (1, "o_proj is the first guilty point, and o_partial before it is right: look at the function between "
+               "them."),
+           (2, "Take rows of o_proj's first half and look for them in its second half.")),
+    false_repairs=({"RowParallelLinear.reduce": for_longer_ones}, {"RowParallelLinear.reduce": patient}),
+    production="A larger threshold moves the bug to longer prompts, and a pause is long enough only until a machine is "
+               "busy: then the answers are wrong again.",
+    story="Short prompts are right, so find the length at which it begins: 31 is right, 32 is not. The first guilty "
+          "point is o_proj; its summands are right, and all ranks agree, also a single one. So the right ranks add up. "
+          "Row 0 of o_proj is row 22 of 43, and so on: the first half holds the second. Something was overwritten "
+          "before it was used, and the code shows it: a sum is started, the buffer is filled again, and only then "
+          "comes the wait. The sum uses what it finds. Elsewhere this is a race, which is usually won on a quiet "
+          "machine; here the lab computes sums as late as possible. The wait, and a copy out of the buffer, must come "
+          "before the buffer is filled again, or there must be a second buffer. But nothing is computed while the two "
+          "messages are sent, so one message with all rows is right and faster.",
+    sources=(("mori: two phases wrote to the same output buffers, and results were sometimes wrong, depending on which "
+              "was faster; the change copies them out.", "https://github.com/ROCm/mori/pull/93"),
+             ("aiter: a collective returned while other ranks still read its input; a script that fills the input with "
+              "NaN after the call finds NaN in the result.", "https://github.com/ROCm/aiter/pull/4082")),
+)

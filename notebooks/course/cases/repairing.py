@@ -1,0 +1,132 @@
+"""A repair judged: the mended engine on the ranks, beside Hugging Face, with inputs not seen before."""
+
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from course.cases import NOWHERE, CaseFile, Trial, patches_at
+from course.cases.answering import listed, place_called
+from course.judge.attempt import as_it_was
+from course.judge.limit import limited
+from course.judge.words import NotYet, in_words
+from tplab.align import AlignReport, diagnose
+from tplab.checkpoint import Checkpoint
+from tplab.checks import counted
+from tplab.patch import Patch, PatchError
+from tplab.show.phrases import in_width
+
+_SMALL = 1 << 20  # weights of a matrix; smollm2's largest have 885,000
+
+
+def judge_repair(case, repair, where: str | Sequence[str] = "", seed: int | None = None) -> str:
+    """Judge the repair of an :class:`OpenCase <course.cases.sealed.OpenCase>` and print; what is wrong, or the
+    empty string. ``seed``: of the inputs; a fresh one if None."""
+    seed, file = secrets.randbits(31) if seed is None else seed, case._file
+    try:
+        with one_thread_if_small(case.checkpoint.config):
+            if file.examine is not None:
+                remark = limited(_examined, case, functions(repair), seed)
+            else:
+                remark = limited(_examine, case, _patches(repair, where, case._places), seed)
+    except NotYet as wrong:
+        print(in_width(f"NOT YET  case {file.number}: {wrong}", " " * 9))
+        return str(wrong)
+    print(in_width(f"PASS  case {file.number}: {remark}", " " * 6))
+    return ""
+
+
+@contextmanager
+def one_thread_if_small(config) -> Iterator[None]:
+    """Torch on one thread while Hugging Face and the diagnosis run over a small model: thousands of small products
+    gain nothing from a second one, and on a busy machine each waits until both have a core (22 s became 70)."""
+    with as_it_was():
+        if config.hidden_size * config.intermediate_size < _SMALL:
+            torch.set_num_threads(1)
+        yield
+
+
+def unseen(ckpt: Checkpoint, seed: int):
+    """``take(count)``: random token ids, others with every seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return lambda count: torch.randint(ckpt.config.vocab_size, (count,), generator=generator).tolist()
+
+
+def _examined(case, repair: list, seed: int) -> str:
+    if len(repair) != 1 or not callable(repair[0]):
+        raise NotYet("the repair of this case is one function")
+    try:
+        return case._file.examine(repair[0], case.checkpoint, case.tensor_parallel_size, seed)
+    except ValueError as wrong:
+        raise NotYet(str(wrong)) from wrong
+    except Exception as error:  # of the learner's code
+        raise NotYet(in_words(error)) from error
+
+
+def functions(repair) -> list:
+    """Those of a repair, however it is given."""
+    return list(repair.values()) if isinstance(repair, Mapping) else listed(repair)
+
+
+def _patches(repair, where, known: Sequence[str]) -> tuple[Patch, ...]:
+    """What the learner gives, as patches of the engine."""
+    if callable(repair):
+        at = listed(where)
+        if len(at) != 1:
+            raise NotYet("a function alone does not say what it replaces: give {place: function}")
+        repair = {at[0]: repair}
+    if not isinstance(repair, Mapping) or not repair:
+        raise NotYet("there is no repair: give {place: function}, such as {'RowParallelLinear.reduce': my_reduce}")
+    found: list[Patch] = []
+    for name, function in repair.items():
+        place = place_called(name, known)
+        if place == NOWHERE or not callable(function):
+            raise NotYet(f"the repair for {name!r} is {type(function).__name__}; a function of the engine is replaced "
+                         "by a function")
+        found += patches_at(place, function)
+    return tuple(found)
+
+
+def _examine(case, patches: tuple[Patch, ...], seed: int) -> str:
+    file: CaseFile = case._file
+    mended, reports = (*file.patches, *patches), []  # the last one at a place is in force
+    try:
+        reports.append(_run(case, case.trial, mended, case.tensor_parallel_size))
+    except NotYet as wrong:
+        raise NotYet(f"the reported run is still wrong: {wrong}") from None
+    sizes = [size for size in range(1, 5) if size <= case.checkpoint.config.num_heads]
+    sizes.sort(key=lambda size: (size != case.tensor_parallel_size, -size))
+    for at, size in enumerate(sizes):
+        for trial in file.trials(unseen(case.checkpoint, seed + at))[:None if not at else 1]:
+            try:
+                reports.append(_run(case, trial, mended, size, logical=bool(at)))
+            except NotYet as wrong:
+                ranks = counted(size, "rank")
+                raise NotYet(f"it hides the symptom: the reported run is right now; with fresh tokens, on {ranks}, "
+                             f"{trial.says} is not. {str(wrong).rstrip('.')}. In production: "
+                             f"{file.production}") from None
+    wanted = 1 + 2 * case.checkpoint.config.num_layers  # the embedding's, and two in each layer
+    if (more := max((len(log) - wanted for report in reports for log in report.op_logs), default=0)) > 0:
+        raise NotYet(f"the numbers are right, and a forward pass has {more} collectives more than it needs: in each "
+                     f"one all ranks wait for the slowest. In production: {file.production}")
+    return (f"the mended engine agrees with Hugging Face on the reported run, and on fresh tokens with "
+            f"{', '.join(map(str, sorted(sizes)))} ranks.")
+
+
+def _run(case, trial: Trial, patches, size: int, logical: bool = False) -> AlignReport:
+    """One run of the mended engine; NotYet if it is not what Hugging Face computes, or costs more than it should."""
+    try:
+        report = case._run(trial, patches, tensor_parallel_size=size, logical=logical)
+        found = diagnose(report)
+    except PatchError as error:
+        raise NotYet(str(error)) from error
+    except Exception as error:  # of the learner's code, on the ranks or in the scheduler
+        raise NotYet(in_words(error)) from error
+    # What its own bug is called would spare the learner the price of the diagnosis.
+    only_rounding = not (report.ok or report.guilty or found.fault or report.recording.contradictions)  # it adds up
+    if not (found.ok or only_rounding):
+        own = {bug.fault for bug in case._file.bugs}.intersection(found.names)
+        raise NotYet(f"{found.point} is still not what it should be" if own else
+                     found.sentence if found.fault else f"{found.point} is not what it should be")
+    return report

@@ -1,0 +1,199 @@
+"""``OpenCase``: a case as its learner has it: a sealed engine, the instruments on it, and runs that are counted."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import cycle, islice
+
+from course.cases import CASES, CaseFile, Trial, code_at, places
+from course.cases.answering import choices, judge_answer, place_called
+from course.cases.form import Form
+from course.cases.repairing import functions, judge_repair
+from course.judge import progress_file
+from course.judge.answers import default_prompt, greedy
+from course.judge.verdict import Verdict
+from course.judge.words import NotYet
+from tplab.align import AlignReport, align, align_decode, diagnose, hf_greedy
+from tplab.align.run import check_prompts
+from tplab.checkpoint import Checkpoint, open_checkpoint
+from tplab.checks import counted, positive_int, quoted
+from tplab.errors import TplabError
+from tplab.patch import applied
+from tplab.show.phrases import in_width
+
+PRICE_OF_NAMES = 3  # runs for the diagnosis of a report: it says nearly everything
+_NEW = 12  # tokens of each text of the reported run
+
+
+class CaseError(TplabError):
+    """There is no such case, it cannot show here, or its budget is used up; the message says what would work."""
+
+
+class OpenCase:
+    """One sealed case on one model; its methods are the instruments, whose runs are counted. Judging is free."""
+
+    def __init__(self, file: CaseFile, model: str | Checkpoint, prompt: str | Sequence[int] = "",
+                 tensor_parallel_size: int = 2):
+        self._file, self._places = file, tuple(places())  # named while nothing is patched
+        self.checkpoint = open_checkpoint(model)
+        tensor_parallel_size = positive_int("tensor_parallel_size", tensor_parallel_size, CaseError)
+        ranks = file.ranks_for(self.checkpoint.config, tensor_parallel_size)
+        if ranks is None:
+            raise CaseError(f"case {file.number} cannot show with {self.checkpoint.name} on up to four ranks")
+        self.number, self.title = file.number, file.title
+        self.asked_ranks, self.tensor_parallel_size = tensor_parallel_size, ranks
+        self.runs_left, self._hints, self.found, self._answered = file.budget, 0, False, ("", "", "")
+        self.prompt = prompt or default_prompt(self.checkpoint)
+        (ids,) = check_prompts(self.checkpoint, [self.prompt])
+        text = cycle(ids)
+        self.trial = file.trials(lambda count: list(islice(text, count)))[0]
+
+    def __dir__(self) -> list[str]:
+        return [name for name in super().__dir__() if not name.startswith("_")]
+
+    def __repr__(self) -> str:
+        """The report as its user wrote it."""
+        size, asked = self.tensor_parallel_size, self.asked_ranks
+        ranks = counted(size, "rank") + f", since with {asked} nothing is wrong to be seen" * (size != asked)
+        return "\n\n".join([f"Case {self.number}: {self.title}",
+                            in_width(self._file.report.format(ranks=size), ""), in_width(
+                                f"The run: {self.trial.says}; {ranks}. Budget: {self.runs_left} runs.", "")])
+
+    # The engine.
+
+    @contextmanager
+    def broken(self) -> Iterator[None]:
+        """Whatever runs inside runs on the broken engine, here and on the ranks of every pool; one run."""
+        self._pay(1, "this run")
+        with applied(*self._file.patches):
+            yield
+
+    def _pay(self, price: int, what: str) -> None:
+        if price > self.runs_left:
+            raise CaseError(f"{what} costs {price}, and {self.runs_left} of {self._file.budget} runs are left: answer "
+                            f"with what you have, or open the case again")
+        self.runs_left -= price
+
+    def _run(self, trial: Trial, patches=(), **options) -> AlignReport:
+        options = {"tensor_parallel_size": self.tensor_parallel_size, "patches": patches, **trial.options, **options}
+        if trial.new_tokens:
+            return align_decode(self.checkpoint, trial.prompts, new_tokens=trial.new_tokens, **options)
+        return align(self.checkpoint, trial.prompts, **options)
+
+    def align(self, prompts=None, **options) -> AlignReport:
+        """:func:`tplab.align.align` on the sealed engine, with the reported prompts if no others are given; one run."""
+        with self.broken():
+            return self._run(Trial("", prompts or self.trial.prompts), **options)
+
+    def align_decode(self, prompts=None, new_tokens: int = 0, **options) -> AlignReport:
+        """:func:`tplab.align.align_decode` on the sealed engine, as in the reported run if nothing else is said; one
+        run."""
+        with self.broken():
+            return self._run(Trial("", prompts or self.trial.prompts, new_tokens or self.trial.new_tokens or 5,
+                                   {**self.trial.options, **options}))
+
+    def generate(self, prompts=None, max_tokens: int = _NEW, **options) -> list[list[int]]:
+        """The greedy token ids that the sealed engine writes behind each prompt; one run. ``options``: of the LLM."""
+        with self.broken():
+            return self._written(check_prompts(self.checkpoint, prompts or self._asked()), max_tokens, **options)
+
+    def _asked(self) -> list[list[int]]:
+        """The reported prompts, without the tokens that a decode path is given."""
+        return [list(prompt)[:len(prompt) - self.trial.new_tokens] for prompt in self.trial.prompts]
+
+    def _written(self, prompts, count: int, **options) -> list[list[int]]:
+        return greedy(self.checkpoint, prompts, count, self.tensor_parallel_size,
+                      **{"block_size": 4, **self.trial.options, **options})
+
+    def show(self) -> None:
+        """Print the run as its user saw it: what Hugging Face writes, and what this engine does. Costs nothing."""
+        if self._file.user_output is not None:
+            print(in_width(self._file.user_output(self.checkpoint, self.tensor_parallel_size), ""))
+            return
+        asked, decode = self._asked(), self.checkpoint.tokenizer().decode
+        count = max(_NEW, self.trial.new_tokens)
+        with applied(*self._file.patches):
+            written = self._written(asked, count)
+        for number, (prompt, ours) in enumerate(zip(asked, written)):
+            theirs = hf_greedy(self.checkpoint, prompt, count)
+            print(f"prompt {number} ({len(prompt)} tokens) …{decode(prompt[-8:])!r}")
+            print(f"    Hugging Face: {decode(theirs)!r}")
+            print("    this engine:  " + ("the same" if ours == theirs else repr(decode(ours))))
+
+    def code(self, place: str) -> None:
+        """Print what stands at a place of the sealed engine, below the imports that it needs; one run."""
+        try:
+            place = place_called(place, self._places)
+        except NotYet as wrong:
+            raise CaseError(str(wrong)) from None
+        with self.broken():
+            print(code_at(place))
+
+    def diagnose(self, report: AlignReport | TplabError) -> None:
+        """Print what the diagnosis says of a report, or of the error in which a run ended; three runs."""
+        self._pay(PRICE_OF_NAMES, "the diagnosis")
+        lines = report.diagnosis_lines() if isinstance(report, AlignReport) else []
+        for line in lines or [diagnose(report).sentence]:
+            print(in_width(line, "   "))
+
+    # Hints and answers.
+
+    def hint(self) -> None:
+        """Print the next hint. Each says more than the one before, and has its price in runs."""
+        if self._hints == len(self._file.hints):
+            print("There are no more hints.")
+            return
+        price, words = self._file.hints[self._hints]
+        self._pay(price, f"hint {self._hints + 1}")
+        self._hints += 1
+        cost = counted(price, "run")
+        print(in_width(f"Hint {self._hints} of {len(self._file.hints)} ({cost}): {words}", "  "))
+
+    def choices(self) -> None:
+        """Print what *what* can be, and *why* once *where* is right: any function of the engine's core, such as
+        ``attend``."""
+        print(choices(self._file, self.found))
+
+    def answer(self, where: str | Sequence[str] = "", what: str | Sequence[str] = "", why: str = "") -> Verdict:
+        """Judge *where* (functions), *what* and *why* (of :meth:`choices`, words or letters), and print the verdict.
+        Where there are two bugs, *where* and *what* are lists."""
+        found, wrong = judge_answer(self._file, where, what, why, self._places)
+        self.found = self.found or found
+        if not wrong:
+            self._answered = where, what, why
+        return Verdict(self._file.name, wrong)
+
+    def form(self) -> Form:
+        """The same as a form, in a notebook."""
+        return Form(self, self._file, self._places)
+
+    def mend(self, repair, where: str | Sequence[str] = "") -> str:
+        """Judge a repair, ``{place: function}`` or one function for the place ``where``, on unseen inputs; prints
+        the verdict, and returns what is wrong."""
+        return judge_repair(self, repair, where)
+
+    def close(self, where="", what="", why="", repair=None) -> bool:
+        """Answer and mend at once; solved where both pass, and then :func:`course.lesson.progress` keeps it. With no
+        answer given, the right one of :meth:`answer` or the :meth:`form` counts."""
+        if not (where or what or why):
+            where, what, why = self._answered
+        solved = self.answer(where, what, why).passed and not self.mend(repair, where)
+        if callable(first := next(iter(functions(repair)), None)):
+            progress_file.note(self._file.name, first, passed=solved)
+        return solved
+
+    def solution(self) -> None:
+        """Print how an expert goes about it, and where it happened. It costs all runs that are left."""
+        self.runs_left = 0
+        print(in_width(self._file.story, ""))
+        for words, link in self._file.sources:
+            print(in_width(f"In the wild: {words}", "  ") + f"\n  {link}")
+
+
+def open_case(which: int | str, model: str | Checkpoint = "fable", prompt: str | Sequence[int] = "", *,
+              tensor_parallel_size: int = 2) -> OpenCase:
+    """Open a case, sealed; ``which``: its number. With more ranks than asked for where it does not show with so few.
+    Raises `CaseError` if there is no such case, or if it cannot show with this model."""
+    name = f"case_{which:02d}" if isinstance(which, int) else which
+    if name not in CASES:
+        raise CaseError(f"there is no case {quoted(which)}; there are 1 to {len(CASES)}")
+    return OpenCase(CASES[name], model, prompt, tensor_parallel_size)

@@ -1,0 +1,33 @@
+"""One trace point along the prompt: at which token does the difference begin, and does it grow with the distance?"""
+
+from collections.abc import Mapping
+
+from tplab.show.figures.diffs import label_differences
+from tplab.show.figures.scale import DifferenceAxis
+from tplab.show.figures.style import Picture, looks, picture, styled
+from tplab.show.phrases import ShowError, dtype_name, magnitude, row_distances
+
+
+@styled
+def position_figure(reports: Mapping, point: str = "layers.0.q_rope", first: int | None = 16,
+                    title: str | None = None) -> Picture:
+    """The difference from Hugging Face at one point, token by token along the beginning of the prompt.
+
+    ``reports``: ``{label: AlignReport}`` over the same prompt. ``point``: a trace point among each report's evidence:
+    of its first divergent layer, or an end of the model. ``first``: how many tokens are drawn; all if None.
+
+        >>> figures.position_figure({"no rotation": a, "wrong theta": b}, "layers.0.q_rope")
+    """
+    values = {label: row_distances(report, point, label)[:first] for label, report in reports.items()}
+    if len({len(line) for line in values.values()}) != 1:
+        raise ShowError("the reports are not about the same prompt" if values else "there is no report to draw")
+    figure, ax = picture(9.0, 4.4)
+    axis = DifferenceAxis(ax, values, {dtype_name(r): r.floor for r in reports.values()})
+    axis.draw(looks(values))
+    ax.set_xlabel("position of the token in the prompt")
+    label_differences(ax, reports)
+    details = "; ".join(f"{label}: {magnitude(line[0])} at position 0, {magnitude(line[1])} at position 1, "
+                        f"{magnitude(line[-1])} at position {len(line) - 1}" if len(line) > 1
+                        else f"{label}: {magnitude(line[0])}" for label, line in values.items())
+    return figure.finished(title or f"{point}, token by token", columns=4,
+                           words=f"{point}, difference from Hugging Face token by token. {details}.")

@@ -1,0 +1,163 @@
+"""``./launch doctor``: what is installed, which models are here, whether two ranks can start and reduce.
+
+Every problem is shown with its remedy. Exit code 1 if something is missing without which the lab does not work.
+"""
+
+import os
+import platform
+import shlex
+import shutil
+import sys
+import time
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from tplab.errors import TplabError
+from tplab.files import replace_unprintable
+
+ROOT = Path(__file__).resolve().parents[3]
+PYTHON = shlex.quote(sys.executable)
+REINSTALL = f"{PYTHON} -m pip install --editable {shlex.quote(f'{ROOT}[test]')}"
+FREE_MEMORY, FREE_DISK = 2e9, 2e9  # bytes: two ranks and Hugging Face's copy of smollm2 in fp32; its files and a run
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the examination. ``remedy`` is '' when all is well; ``essential``: the lab needs it."""
+
+    what: str
+    remedy: str = ""
+    essential: bool = True
+
+    def __str__(self):
+        mark = "ok  " if not self.remedy else "FAIL" if self.essential else "note"
+        return f"[{mark}] {self.what}" + (f"\n       -> {self.remedy}" if self.remedy else "")
+
+
+def machine():
+    """Python, cores, free memory and free disk."""
+    import psutil
+
+    yield Finding(f"Python {platform.python_version()} in {sys.prefix}, {os.cpu_count()} cores, {platform.system()} "
+                  f"{platform.machine()}")
+    free = psutil.virtual_memory().available
+    yield Finding(f"{free / 1e9:.1f} GB of memory free",
+                  "" if free > FREE_MEMORY else "close other programs; fable runs, smollm2 may not", essential=False)
+    free = shutil.disk_usage(ROOT).free
+    yield Finding(f"{free / 1e9:.1f} GB of disk free",
+                  "" if free > FREE_DISK else "make room; smollm2 and its runs need 2 GB", essential=False)
+
+
+def packages(requirements=None):
+    """Installed against required versions; ``requirements`` (``["torch==2.13.0"]``) are pyproject.toml's if None.
+
+    Without what the extra ``test`` asks for, the lab works, and ``launch test`` does not.
+    """
+    from packaging.requirements import Requirement
+
+    if requirements is None:
+        requirements = metadata.requires("tplab") or []
+    for requirement in map(Requirement, requirements):
+        if requirement.marker and not requirement.marker.evaluate({"extra": "test"}):
+            continue
+        essential = not requirement.marker or requirement.marker.evaluate({"extra": ""})
+        wanted = f"(required: {requirement.specifier or 'any'}{'' if essential else ', for launch test'})"
+        try:
+            installed = metadata.version(requirement.name)
+        except metadata.PackageNotFoundError:
+            yield Finding(f"{requirement.name} is not installed {wanted}", REINSTALL, essential)
+            continue
+        fits = requirement.specifier.contains(installed, prereleases=True)
+        yield Finding(f"{requirement.name} {installed} {wanted}", "" if fits else REINSTALL, essential)
+
+
+def fast_path():
+    """Which form of the fast path computes on this machine, and what it leaves to the reference."""
+    from tplab.fast import SWITCH, is_off
+
+    if is_off():
+        yield Finding(f"fast path: off, {SWITCH}=0; the reference computes everything")
+        return
+    from tplab.fast.cpu import form
+
+    yield Finding(f"fast path: {form()}; in float32 and bfloat16, while nothing is patched or traced; the "
+                  "reference computes models with windows, experts and the like (`tplab plan` says so)")
+
+
+def kernel():
+    """Whether the notebooks' kernel ``python3`` is this environment's Python."""
+    from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
+
+    mend = f"{PYTHON} -m ipykernel install --sys-prefix"
+    try:
+        spec = KernelSpecManager().get_kernel_spec("python3")
+    except NoSuchKernel:
+        yield Finding("Jupyter has no kernel 'python3'", mend)
+        return
+    except RuntimeError as error:
+        yield Finding(f"Jupyter cannot look for its kernels: {error}", "set HOME to a folder that you can write to")
+        return
+    # ipykernel's own spec says just "python", which Jupyter reads as the Python that runs it.
+    program = shutil.which(spec.argv[0]) or spec.argv[0]
+    ours = spec.argv[0].startswith("python") or Path(program).parent == Path(sys.executable).parent
+    yield Finding(f"Jupyter kernel 'python3' runs {'this Python' if ours else program}", "" if ours else mend)
+
+
+def models():
+    """The models that can be opened by name."""
+    from tplab.checkpoint import open_checkpoint
+
+    remedies = {"fable": "git checkout -- tplab/checkpoint/fable",
+                "fable-moe": "git checkout -- tplab/checkpoint/fable_moe",
+                "smollm2": f"{PYTHON} -m tplab fetch smollm2"}
+    for name, remedy in remedies.items():
+        try:
+            config = open_checkpoint(name).config
+        except TplabError as error:
+            yield Finding(f"model {name}: {error}", remedy, essential=name == "fable")
+        else:
+            heads = f"{config.num_heads} query and {config.num_kv_heads} KV heads"
+            yield Finding(f"model {name}: {config.model_type}, {config.num_layers} layers, {heads}")
+
+
+def ranks():
+    """Whether two processes start, meet and add."""
+    from tplab.pool import RankPool
+
+    started = time.perf_counter()
+    try:
+        with RankPool(2) as pool:
+            sums = pool.run(_sum_of_ranks)
+    except TplabError as error:
+        yield Finding(f"two ranks cannot work together: {error}", "mend what this names; if it names nothing: "
+                      f"{PYTHON} -c 'import torch.distributed as d; print(d.is_gloo_available())' must print True, and "
+                      "a firewall must let this machine talk to itself")
+        return
+    seconds = time.perf_counter() - started
+    right = sums == [3.0, 3.0]
+    yield Finding(f"two ranks start, all-reduce 1 + 2 and get {sums[0]:g} and {sums[1]:g} ({seconds:.1f} s)",
+                  "" if right else REINSTALL)
+
+
+def _sum_of_ranks():
+    import torch
+
+    from tplab.ranks import all_reduce, rank
+
+    return all_reduce(torch.tensor([rank() + 1.0])).item()
+
+
+def main():
+    replace_unprintable()
+    failed = False
+    for examine in (machine, packages, fast_path, kernel, models, ranks):
+        for finding in examine():
+            print(finding, flush=True)
+            failed |= bool(finding.remedy) and finding.essential
+    print("\nSomething essential is missing: see the lines marked FAIL." if failed else "\nThe lab is ready.")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

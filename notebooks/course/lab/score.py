@@ -1,0 +1,202 @@
+"""The score of the diagnosis: every fault of the museum and every case, on models of several head layouts.
+
+    python -m course score                                   fable and four random checkpoints, 2 and 3 ranks
+    python -m course score smollm2 --tp 2 --dtype float32    one model
+"""
+
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import active_children, get_context
+from pathlib import Path
+
+import torch
+
+from course.cases import CASES, CaseFile
+from tplab.checkpoint import Checkpoint, open_checkpoint
+from tplab.checkpoint.random_weights import fp8_tensors, write_random
+from tplab.errors import TplabError
+from tplab.faults.fault import Fault
+from tplab.faults.museum import MUSEUM, WING
+from tplab.faults.scenarios import plain_prompts, scenario
+
+# Head layouts that differ from fable's 8/2: uneven, 7 to a group, q and k norms, one KV head per query head; all RoPE
+# scalings that change something at these lengths, tied and untied heads, biases.
+_YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+_LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}
+_PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+_SMALL = {"num_hidden_layers": 3, "intermediate_size": 61, "vocab_size": 211, "max_position_embeddings": 256,
+          "rms_norm_eps": 1e-6}
+_SIX = {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48, "eos_token_id": 2,
+        "bos_token_id": None, "pad_token_id": None, "rope_parameters": _PLAIN}
+_EXPERTS = {"num_experts": 9, "num_experts_per_tok": 2, "moe_intermediate_size": 13}
+LAYOUTS = {
+    "llama 9/3": {"model_type": "llama", "num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 10,
+                  "hidden_size": 45, "tie_word_embeddings": True, "rope_parameters": _YARN, "attention_bias": True,
+                  "mlp_bias": True},
+    "qwen2 14/2": {"model_type": "qwen2", "num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 8,
+                   "hidden_size": 56, "tie_word_embeddings": True, "rope_parameters": _PLAIN},
+    "qwen3 8/4": {"model_type": "qwen3", "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 12,
+                  "hidden_size": 40, "tie_word_embeddings": False, "rope_parameters": _LINEAR, "attention_bias": True},
+    # Each of the museum's wing shows on one of these.
+    "gpt-oss 6/3": _SIX | {"model_type": "gpt_oss", "head_dim": 10, "num_local_experts": 9, "num_experts_per_tok": 2,
+                           "sliding_window": 6},
+    "gemma2 6/3": _SIX | {"model_type": "gemma2", "head_dim": 10, "query_pre_attn_scalar": 17, "sliding_window": 6,
+                          "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "olmo2 6/3": _SIX | {"model_type": "olmo2", "tie_word_embeddings": False},
+    "smollm3 6/3": _SIX | {"model_type": "smollm3", "head_dim": 10, "no_rope_layers": [1, 0, 1]},
+    "glm4 6/3": _SIX | {"model_type": "glm4", "head_dim": 10, "rope_parameters": _PLAIN | {
+        "partial_rotary_factor": 0.6}},
+    "qwen2-moe 6/3": _SIX | _EXPERTS | {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 17},
+    "qwen3-moe 6/3": _SIX | _EXPERTS | {"model_type": "qwen3_moe", "head_dim": 10, "norm_topk_prob": True},
+    "llama 6/3 in fp8": _SIX | {"model_type": "llama", "head_dim": 10, "fill": fp8_tensors, "quantization_config": {
+        "quant_method": "fp8", "weight_block_size": [7, 16], "activation_scheme": "dynamic"}},
+    "mistral 6/6": {"model_type": "mistral", "num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 8,
+                    "hidden_size": 48, "tie_word_embeddings": False, "rope_parameters": _PLAIN, "sliding_window": None},
+}
+EXACT, LOOKALIKE, WRONG, UNNAMED, UNSEEN = "exact", "lookalike", "wrong", "unnamed", "unseen"
+HEALTHY, FALSE_ALARM = "healthy", "false alarm"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One engine, broken by one fault or healthy, and what the diagnosis said."""
+
+    model: str
+    tensor_parallel_size: int
+    dtype: str
+    fault: str | None
+    said: tuple[str, ...]  # the names, of each diagnosis the first; "?" for one without a name
+    outcome: str
+    true: tuple[str, ...] = ()  # the right names
+
+
+@dataclass(frozen=True)
+class Score:
+    """All runs of a score."""
+
+    runs: tuple[Run, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Nothing named wrongly, unseen or unnamed, and no false alarm."""
+        return {run.outcome for run in self.runs} <= {EXACT, LOOKALIKE, HEALTHY}
+
+    def counts(self, dtype: str) -> Counter:
+        """How often each outcome was met in a dtype."""
+        return Counter(run.outcome for run in self.runs if run.dtype == dtype)
+
+    def __str__(self) -> str:
+        lines = []
+        for dtype in dict.fromkeys(run.dtype for run in self.runs):
+            counts = self.counts(dtype)
+            broken = sum(counts[one] for one in (EXACT, LOOKALIKE, WRONG, UNNAMED, UNSEEN))
+            lines.append(f"{dtype}: {broken} broken engines: {counts[EXACT]} named exactly, {counts[LOOKALIKE]} among "
+                         f"lookalikes, {counts[WRONG]} wrongly, {counts[UNNAMED]} without a name, {counts[UNSEEN]} "
+                         f"unseen; {counts[HEALTHY] + counts[FALSE_ALARM]} healthy ones: {counts[FALSE_ALARM]} false "
+                         "alarms")
+        for run in self.runs:
+            if run.outcome in (WRONG, UNNAMED, UNSEEN, FALSE_ALARM):
+                lines.append(f"  {run.outcome}: {run.fault or 'healthy'} on {run.model}, tp {run.tensor_parallel_size},"
+                             f" {run.dtype}" + (f": said {', '.join(run.said)}" if run.said else ""))
+        return "\n".join(lines)
+
+
+def score(models: Sequence[str | os.PathLike] = (), tensor_parallel_sizes: Sequence[int] = (2, 3),
+          dtypes: Sequence[str] = ("float32", "bfloat16"), workers: int = 1, told=lambda line: None) -> Score:
+    """Break the engine with every fault and every case that can show, on every model, number of ranks and dtype;
+    diagnose each. A case with several bugs is named if one of them is, and nothing else; an innocent one if nothing is.
+
+    ``models``: names or folders; fable and four random checkpoints of other head layouts if none is given. The ranks
+    are logical, ``workers`` processes share the work. ``told``: called with a line for every model, size and dtype.
+    """
+    with tempfile.TemporaryDirectory(prefix="tplab-score-") as folder:
+        named = {os.fspath(model): model for model in models} or {"fable": "fable", **{
+            name: write_random(Path(folder, f"model-{seed}"), seed, **_SMALL, **config)
+            for seed, (name, config) in enumerate(LAYOUTS.items(), 4)}}  # 0 to 3: `head_random` draws with those
+        jobs = [(name, model, size, dtype) for name, model in named.items() for size in tensor_parallel_sizes
+                if size <= open_checkpoint(model).config.num_heads for dtype in dtypes]
+        runs = []
+        with _mapped(workers) as mapped:
+            for (name, _, size, dtype), found in zip(jobs, mapped(_runs, jobs)):
+                told(f"{name}, tp {size}, {dtype}: {len(found) - 1} faults")
+                runs += found
+    return Score(tuple(runs))
+
+
+@contextmanager
+def _mapped(workers: int) -> Iterator[Callable]:
+    """``map``, over processes of one thread each if there are several."""
+    if workers == 1:
+        yield map
+        return
+    others = active_children()
+    with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+        try:
+            yield pool.map
+        except BaseException:  # an interrupt: without this, all jobs would be done before it ends
+            for process in set(active_children()) - set(others):
+                process.terminate()
+            raise  # the executor waits for their end
+
+
+def _runs(job: tuple) -> list[Run]:
+    name, model, size, dtype = job
+    ckpt = open_checkpoint(model)
+    own = ckpt.config.traits or ckpt.config.scale_block  # such a model is for faults that show on no other
+    asked = map(MUSEUM.get, WING) if own else (*MUSEUM.values(), *CASES.values())
+    able = [one for one in asked if not one.why_not(ckpt.config, size)
+            and not (dtype == "bfloat16" and one.below_bfloat16)]
+    return [_run(name, ckpt, size, dtype, one) for one in (None, *able)]
+
+
+def _run(model: str, ckpt: Checkpoint, size: int, dtype: str, fault: Fault | CaseFile | None) -> Run:
+    from tplab.align import align, align_decode, diagnose
+
+    options = {"tensor_parallel_size": size, "dtype": dtype, "patches": [fault] if fault else [], "logical": True}
+    run, prompts = align, plain_prompts(ckpt.config.vocab_size)
+    if isinstance(fault, CaseFile):
+        trial = fault.trials(_taken(ckpt.config))[0]
+        prompts, options = trial.prompts, options | trial.options | {"dtype": dtype}
+        if trial.new_tokens:
+            run, options["new_tokens"] = align_decode, trial.new_tokens
+    elif fault:
+        options |= fault.options
+        if fault.shows_in == "decode":
+            options |= scenario(fault.name, ckpt.config.vocab_size)
+            run, prompts = align_decode, options.pop("prompts")
+    try:
+        report = run(ckpt, prompts, **options)
+        found = [one for one in report.diagnoses or [diagnose(report)] if not one.ok]
+    except TplabError as error:
+        found = [diagnose(error)]
+    said = tuple(one.fault or "?" for one in found)
+    return Run(model, size, dtype, fault and fault.name, said, _outcome(fault, found), tuple(sorted(_true(fault))))
+
+
+def _taken(config) -> Callable[[int], list[int]]:
+    """``take(count)`` of a case's trials: token ids from the whole vocabulary, the same in every score."""
+    generator = torch.Generator().manual_seed(9)
+    return lambda count: torch.randint(config.vocab_size, (count,), generator=generator).tolist()
+
+
+def _true(fault: Fault | CaseFile | None) -> set[str]:
+    """What the diagnosis may call it."""
+    return {bug.fault for bug in fault.bugs} if isinstance(fault, CaseFile) else {fault.name} if fault else set()
+
+
+def _outcome(fault: Fault | CaseFile | None, found) -> str:
+    """``found`` must name the fault and nothing else: with another name beside the true one, it is wrong."""
+    true = _true(fault)
+    if not true:
+        return FALSE_ALARM if found else HEALTHY
+    if not found:
+        return UNSEEN
+    if any(one.fault and not true.intersection(one.names) for one in found):
+        return WRONG
+    named = [one for one in found if true.intersection(one.names)]
+    return UNNAMED if not named else EXACT if any(one.fault in true for one in named) else LOOKALIKE

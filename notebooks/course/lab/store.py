@@ -1,0 +1,52 @@
+"""``python -m course.lab.store notebooks/NN_NAME.ipynb …``: run notebooks and store them as the repository does.
+
+Executed once from the top with the parameters that stand in them; no live view of a widget (a reader without a kernel
+would see "model not found" in the place of its picture), no widget state, no timings.
+"""
+
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+from tplab.files import write_file
+
+
+def stored(notebook, folder: Path):
+    """The nbformat node executed in ``folder``, cleaned. Raises nbconvert's CellExecutionError if a cell fails."""
+    from nbconvert.preprocessors import ExecutePreprocessor
+
+    run = ExecutePreprocessor(timeout=1200, kernel_name="python3", record_timing=False, store_widget_state=False)
+    notebook, _ = run.preprocess(notebook, {"metadata": {"path": str(folder)}})
+    for cell in notebook.cells:
+        cell.metadata.pop("execution", None)
+    return without_live_views(notebook)
+
+
+VIEW = "application/vnd.jupyter.widget-view+json"
+
+
+def without_live_views(notebook):
+    """The notebook, whose panels are then pictures: a live view would need a kernel and a downloaded script."""
+    notebook.metadata.pop("widgets", None)
+    for output in (output for cell in notebook.cells for output in cell.get("outputs", ())):
+        output.get("data", {}).pop(VIEW, None)
+    return notebook
+
+
+def main(paths: list[str]) -> None:
+    """Store each notebook in its own place. If a cell fails, the file stays as it was."""
+    import nbformat
+
+    with tempfile.TemporaryDirectory() as own:
+        for path in map(Path, paths):
+            os.environ["TPLAB_PROGRESS"] = os.path.join(own, f"{path.stem}.json")  # a stub is not an answer
+            if not path.is_file():
+                raise SystemExit(f"there is no notebook {path}")
+            done = stored(nbformat.read(path, as_version=4), path.resolve().parent)
+            write_file(path, lambda new, done=done: nbformat.write(done, new))
+            print(f"stored {path}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

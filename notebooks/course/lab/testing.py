@@ -1,0 +1,120 @@
+"""``./launch test``: the unit tests, and every notebook against its stored text.
+
+Some of them want the real model, smollm2: it is fetched first, once.
+
+With ``--forms``, instead, the engine's tests once more: what is compiled for a processor, held to AVX2 as on an older
+one, and with the fast path off. With ``--browser``, instead, tests/browser: JupyterLab and the report as a person sees
+them.
+
+Two to four workers (pytest-xdist), because most tests wait for processes to start: on two cores they take little more
+than half of the time of one after the other. The tests of one file stay with one worker, for they share what is set up.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from importlib.util import find_spec
+from pathlib import Path
+
+from pytest import ExitCode
+
+from tplab.checkpoint import CheckpointError, fetch
+from tplab.files import replace_unprintable
+from tplab.pool import available_cores
+
+ROOT = Path(__file__).resolve().parents[3]
+OFF = {"TPLAB_FAST": "0"}
+AVX2 = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,"
+        "+fma,+f16c,+bmi,+bmi2,+lzcnt,+movbe", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+
+
+def by_run_time() -> list[str]:
+    """The notebooks, the longest first by the run time in its header: at the end no worker waits long for another."""
+    def seconds(path: Path) -> int:
+        said = re.search(r"\*Run time\W[^\n]*?(\d+) seconds", path.read_text(encoding="utf-8"))
+        return int(said[1]) if said else 0
+
+    found = sorted((ROOT / "notebooks").glob("*.ipynb"), key=seconds, reverse=True)
+    return [f"notebooks/{path.name}" for path in found]
+
+
+# The only test of tests/engine that runs compiled code on a pool; threads and torchrun's ranks use the reference.
+ON_A_POOL = "tests/engine/test_engine_draft.py::test_on_real_ranks_and_the_fast_path"
+# Of each part: its settings of the environment, and what pytest is told.
+PARTS = {"unit tests and notebooks with their solutions": ({}, ["--no-loadscope-reorder", "tests"]),
+         "notebooks against their stored text": ({}, ["--nbval", "--no-loadscope-reorder", *by_run_time()])}
+FORMS = {"engine, held to AVX2": (AVX2, ["tests/fast", "tests/invariant", ON_A_POOL,
+                                         "--ignore=tests/fast/test_fast_compiled.py"]),  # that file has its own forms
+         "engine, with the fast path off": (OFF, ["tests/llm", ON_A_POOL, "--ignore=tests/llm/test_llm_torchrun.py"])}
+
+
+def pytest_command(options: list[str]) -> list[str]:
+    return [sys.executable, "-m", "pytest", *options]
+
+
+def run_part(settings: dict[str, str], options: list[str]) -> int:
+    """Pytest's exit code."""
+    # Two workers on two cores: with two threads each, what the ranks' results are compared with is computed on threads
+    # that wait for each other most of the time.
+    environment = {"OMP_NUM_THREADS": "1", **os.environ, **settings}
+    # Hundreds of processes start from this folder; without bytecode each would compile what it imports again.
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    workers = str(max(2, min(4, available_cores() // 2)))  # each has models and ranks of its own in memory
+    return subprocess.call(pytest_command(["--numprocesses", workers, "--dist", "loadfile", *options]), cwd=ROOT,
+                           env=environment)
+
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+NO_BROWSER = f"skipped: no browser, none of {', '.join(BROWSERS)} is installed (Debian: apt install chromium)"
+
+
+def browser() -> str | None:
+    """Where the machine's own browser is."""
+    return next(filter(None, map(shutil.which, BROWSERS)), None)
+
+
+def in_a_browser() -> int:
+    """Pytest's exit code for tests/browser, after what they need was installed, once; 0 where no browser is."""
+    if not browser():
+        print(f"launch test --browser: {NO_BROWSER}")
+        return 0
+    if not find_spec("axe_playwright_python"):
+        project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", *project["optional-dependencies"]["browser"]]
+        if code := subprocess.call(pip):
+            return code
+    return subprocess.call(pytest_command(["--browser", "tests/browser"]), cwd=ROOT)
+
+
+def fetch_smollm2() -> None:
+    """Fetch the model without which unit tests are skipped and notebook 06 fails; if it cannot be fetched, go on."""
+    try:
+        fetch("smollm2")
+    except CheckpointError as error:
+        print(f"launch test: smollm2 is missing, so tests are skipped and notebook 06 fails: {error}", flush=True)
+
+
+def main(parts: dict[str, tuple[dict, list[str]]] = PARTS) -> str | None:
+    """What failed, in one sentence; None if nothing did. Every part is run, also after another one has failed."""
+    fetch_smollm2()
+    failed = []
+    for part, (settings, options) in parts.items():
+        print(f"launch test: {part}", flush=True)
+        if code := run_part(settings, options):
+            failed.append(f"{part} (pytest's exit code {code})")
+        if code == ExitCode.INTERRUPTED:
+            break
+    return f"launch test: failed: {', '.join(failed)}" if failed else None
+
+
+if __name__ == "__main__":
+    replace_unprintable()
+    try:
+        parts = FORMS if "--forms" in sys.argv[1:] else PARTS
+        sys.exit(in_a_browser() if "--browser" in sys.argv[1:] else main(parts))
+    except KeyboardInterrupt:
+        sys.exit(130)

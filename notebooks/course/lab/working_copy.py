@@ -1,0 +1,86 @@
+"""The learner's own copies of the notebooks, which ``launch`` opens.
+
+JupyterLab saves what it opens within seconds, without being asked. It saves the copies, and the files that git tracks
+stay as they are.
+
+A copy in which no cell was edited follows its original; an edited one is never written to again.
+"""
+
+import hashlib
+import json
+import shutil
+import sys
+from pathlib import Path
+
+from tplab.errors import TplabError
+from tplab.files import FileError, write_file
+
+ROOT = Path(__file__).resolve().parents[3]
+ORIGINALS, COPIES = ROOT / "notebooks", ROOT / "my_notebooks"
+SEEN = ".originals.json"  # {name: [what a learner can edit, all of the file]} of each original when it was copied
+NOT_OURS = {".ipynb_checkpoints", "__pycache__", "course", "pyproject.toml", "tplab_course.egg-info"}
+
+
+def refresh(originals: Path, copies: Path) -> list[str]:
+    """Bring ``copies`` up to date with the folder ``originals``; returns the edited ones whose original is newer.
+
+    Raises OSError or `FileError` if the copies cannot be written, `FileError` if what was recorded cannot be read.
+    """
+    record, newer = copies / SEEN, []
+    seen = _read(record) if record.exists() else {}
+    for original in sorted(path for path in originals.rglob("*") if path.is_file()):
+        parts = original.relative_to(originals)
+        if NOT_OURS & set(parts.parts):
+            continue
+        name, copy, now = parts.as_posix(), copies / parts, [_edited(original), _hash(original.read_bytes())]
+        before = seen.get(name, now)
+        if copy.exists() and before[1] == now[1] and name in seen:
+            continue
+        if copy.exists() and _edited(copy) not in (before[0], now[0]):
+            newer.append(name)
+            continue
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        write_file(copy, lambda new, original=original: shutil.copyfile(original, new))
+        seen[name] = now
+    write_file(record, lambda new: new.write_text(json.dumps(seen, indent=1), encoding="utf-8"))
+    return newer
+
+
+def _read(record: Path) -> dict[str, list[str]]:
+    try:
+        seen = json.loads(record.read_text(encoding="utf-8"))
+        return {name: [edited, whole] for name, (edited, whole) in seen.items()}
+    except (ValueError, TypeError, AttributeError):
+        raise FileError(f"{record} is damaged; delete it (copies that differ from their originals are kept as yours)"
+                        ) from None
+
+
+def _edited(path: Path) -> str:
+    """A hash of what a person edits: of a notebook its cells' text, whatever has run since; else of all of the file."""
+    content = path.read_bytes()
+    try:
+        cells = json.loads(content)["cells"] if path.suffix == ".ipynb" else None
+        return _hash(repr([(one["cell_type"], "".join(one["source"])) for one in cells]).encode())
+    except (ValueError, KeyError, TypeError):
+        return _hash(content)
+
+
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def main() -> str | None:
+    """Refresh, and say what was kept; a sentence if the copies cannot be written."""
+    try:
+        newer = refresh(ORIGINALS, COPIES)
+    except (OSError, TplabError) as error:
+        return f"{COPIES.name}/ cannot be kept up to date: {error}"
+    print(f"Your notebooks are in {COPIES.name}/; those in {ORIGINALS.name}/ stay as they are.")
+    for name in newer:
+        print(f"{COPIES.name}/{name} is kept as you edited it, though its original is newer; "
+              "delete it to get the new one at the next start.")
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,238 @@
+"""The model of cost: counts by hand for one small shape, seconds by hand for one round machine, and its limits."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers.checkpoints import make_checkpoint
+
+from course.cost import cost, outlook
+from course.cost.amounts import (
+    Part,
+    attention_amount,
+    head_amount,
+    messages,
+    mlp_amount,
+    step_amount,
+)
+from course.cost.cost import CostError, predict, step_cost
+from course.cost.links import LINKS, linked_machine
+from course.cost.machine import Machine
+from course.cost.shapes import SHAPES, shape_config
+from course.lab.score import _SMALL, LAYOUTS
+from tplab.checkpoint import ModelConfig, open_checkpoint
+from tplab.cli import main
+from tplab.engine.errors import EngineError
+from tplab.memory import kv_bytes, memory_lines, parameter_bytes, size_in_words
+from tplab.ranks import logical_ranks
+from tplab.shard import ShardPlan
+
+# Three query heads of 4 and one KV head over two ranks: 2 + 1 heads, the KV head on both; 5 MLP columns as 3 + 2.
+CONFIG = ModelConfig(model_type="qwen2", hidden_size=10, num_heads=3, num_kv_heads=1, head_dim=4, intermediate_size=5,
+                     vocab_size=7, num_layers=2, rms_norm_eps=1e-6, hidden_act="silu", tie_word_embeddings=False,
+                     qkv_bias=True, eos_token_ids=(), max_position_embeddings=64, scaling=0.5, windows=(None, None),
+                     rotates=(True, True), hf=SimpleNamespace(rope_parameters={"rope_type": "default"}))
+PLAN = ShardPlan.from_config(CONFIG, 2)
+BF16 = torch.bfloat16
+PARTS = [Part(5, 1), Part(0, 3)]  # one sequence decodes its sixth token, one reads its first three
+ROUND = Machine("round", 2, {1: 1.0, 5: 3.0}, kv_byte=10.0, score=0.5, reduce_latency=100.0, reduce_byte=2.0,
+                sequence=7.0, step=5000.0, request=1e6)
+
+
+def test_the_counts_of_a_small_shape_by_hand():
+    first, second = PLAN.ranks
+    amount = attention_amount(CONFIG, first, PARTS, BF16)
+    assert amount.rows == 4 and amount.weights == 10 * (2 * 4 + 2 * 4) + 2 * 4 * 10  # q, k and v; then o
+    assert amount.kv_bytes == (6 + 3) * 2 * 4 * 2, "six and three keys, and as many values, of 4 numbers of 2 bytes"
+    assert amount.scores == 4 * 2 * 4 * (1 * 6 + 3 * 3), "per head, query and key: 4 products and sums, twice"
+    assert attention_amount(CONFIG, second, PARTS, BF16).weights == 10 * (4 + 2 * 4) + 4 * 10
+    assert [mlp_amount(CONFIG, shard, 4).weights for shard in PLAN.ranks] == [3 * 10 * 3, 3 * 10 * 2]
+    assert head_amount(CONFIG, first, 2)[:2] == (2, 10 * 4) and head_amount(CONFIG, second, 2).weights == 10 * 3
+    assert amount.operations == 2 * 4 * 240 + amount.scores and amount.bytes(BF16) == 2 * 240 + amount.kv_bytes
+    assert messages(CONFIG, PARTS, 2, BF16) == [4 * 10 * 2] * 4 + [2 * 10 * 2, 2 * 16], (
+        "embedding, two layers, of which the last one's MLP computes the rows that get a token, best tokens")
+    assert messages(CONFIG, PARTS[1:], 0, BF16) == [3 * 10 * 2] * 4 + [10 * 2], "a part of a prompt: a single row"
+    for parts, due, rows in (PARTS, 2, [4, 4, 4, 2, 2]), (PARTS[1:], 0, [3, 3, 3, 1]):
+        assert [amount.rows for amount in step_amount(CONFIG, PLAN, 0, parts, due, BF16)] == rows
+    assert kv_bytes(CONFIG, first, 3, BF16) == 3 * 2 * 2 * 1 * 4 * 2
+    config = replace(CONFIG, num_heads=4, num_kv_heads=2)
+    assert kv_bytes(config, ShardPlan.from_config(config, 2).ranks[1], 3, BF16) == 3 * 2 * 2 * 1 * 4 * 2, "one of two"
+
+
+@pytest.mark.parametrize("name", ["fable", "qwen2.5-0.5b", "llama 9/3", "qwen3 8/4"])
+def test_the_bytes_of_the_weights_are_those_that_a_rank_holds(name, monkeypatch):
+    """Counted by the model itself: what its parameters occupy. With biases everywhere, and with norms of q and k."""
+    from tplab.model.decoder import TensorParallelCausalLM
+    from tplab.ranks import rank
+
+    for layout, shape in LAYOUTS.items():
+        monkeypatch.setitem(SHAPES, layout, _SMALL | shape)
+    config = shape_config(name) if name in SHAPES else open_checkpoint(name).config
+    plan = ShardPlan.from_config(config, 3)
+
+    def held():
+        model = TensorParallelCausalLM(config, plan, torch.float32)  # nothing is filled, so nothing is committed
+        return rank(), sum(p.numel() * p.element_size() for p in model.parameters())
+
+    assert logical_ranks(3, held) == [
+        (r, parameter_bytes(config, shard, torch.float32)) for r, shard in enumerate(plan.ranks)]
+
+
+def test_a_step_by_hand_waits_for_its_slowest_rank():
+    one = step_cost(CONFIG, PLAN, [Part(5, 1)], 1, BF16, ROUND)
+    assert one.products == 2 * (240 + 90) + 40, "one row: a second per weight, of rank 0, which holds more"
+    assert one.attention == 2 * 10 * 6 * 2 * 4 * 2, "decoding: by the bytes of keys and values"
+    assert step_cost(CONFIG, PLAN, [Part(5, 1)] * 3, 3, BF16, ROUND).attention == 3 * one.attention
+    assert one.collectives == 5 * (100 + 2 * 20) + (100 + 2 * 16) and one.python == 5000
+    assert one.total == sum(one)
+    read = step_cost(CONFIG, PLAN, [Part(0, 3)], 1, BF16, ROUND)
+    assert read.attention == 2 * 0.5 * 4 * 2 * 4 * 9, "a prompt: by its operations"
+    assert read.products == (2 * 240 + 90) * 2.0 + 90 + 40, (
+        "three rows lie half way between one and five; the last MLP and the head see one")
+    assert step_cost(CONFIG, PLAN, [Part(5, 1)] * 3, 3, BF16, ROUND).python == 5000 + 2 * 7
+    begun = step_cost(CONFIG, PLAN, [Part(5, 1), Part(0, 1), Part(0, 2)], 3, BF16, ROUND).python
+    assert begun == 5000 + 2 * 7 + 2e6, "two requests come"
+
+
+def test_each_phase_waits_for_its_own_slowest_and_a_mixed_step_counts_operations(monkeypatch):
+    mixed = step_cost(CONFIG, PLAN, PARTS, 2, BF16, ROUND)
+    assert mixed.attention == 2 * 0.5 * 4 * 2 * 4 * (1 * 6 + 3 * 3), "one that decodes and one that reads"
+    by_rank = [[cost.Amount(1, 10), cost.Amount(1, 2, kv_bytes=1)], [cost.Amount(1, 14), cost.Amount(1, 11)]]
+    monkeypatch.setattr(cost, "step_amount", lambda config, plan, rank, *rest: by_rank[rank])
+    assert step_cost(CONFIG, PLAN, [Part(5, 1)], 1, BF16, ROUND)[:2] == (14 + 2, 10), "14 beside 10, 12 beside 11"
+    crowded = Machine(**{**vars(ROUND), "places": 1})
+    assert step_cost(CONFIG, PLAN, [Part(5, 1)], 1, BF16, crowded)[:2] == pytest.approx(
+        (24 + 2 * 23 / 12, 10 * 23 / 12)), "as long as all of them, in the slowest one's parts"
+    roomy = Machine(**{**vars(ROUND), "places": 16})
+    assert step_cost(CONFIG, PLAN, [Part(5, 1)], 1, BF16, roomy)[:2] == (16, 10)
+
+
+def test_ranks_without_a_core_take_turns():
+    crowded = step_cost(CONFIG, PLAN, [Part(5, 1)], 1, BF16, Machine(**{**vars(ROUND), "places": 1}))
+    apart = step_cost(CONFIG, PLAN, [Part(5, 1)], 1, BF16, ROUND)
+    amounts = [amount for shard in PLAN.ranks for amount in (
+        *[attention_amount(CONFIG, shard, [Part(5, 1)], BF16), mlp_amount(CONFIG, shard, 1)] * 2,
+        head_amount(CONFIG, shard, 1))]
+    assert sum(crowded[:2]) == pytest.approx(sum(a.weights + 10 * a.kv_bytes for a in amounts))
+    assert sum(crowded[:2]) > sum(apart[:2])
+    assert crowded[2:] == apart[2:], "they are measured with all ranks"
+
+
+def test_one_rank_has_no_collectives():
+    alone = ShardPlan.from_config(CONFIG, 1)
+    one = step_cost(CONFIG, alone, [Part(5, 1)], 1, BF16, ROUND)
+    assert one.collectives == 0 and one.products == 2 * (10 * 32 + 150) + 70
+
+
+def test_time_per_weight_between_and_beyond_what_was_measured():
+    assert [ROUND.seconds_per_weight(rows) for rows in (1, 2, 5, 50)] == [1.0, 1.5, 3.0, 30.0]
+    bent = Machine("bent", 2, {1: 1.0, 3: 5.0, 5: 6.0})
+    assert [bent.seconds_per_weight(rows) for rows in (1, 2, 3, 4, 5)] == [1.0, 3.0, 5.0, 5.5, 6.0]
+
+
+def test_requests_are_predicted_step_by_step_as_the_scheduler_deals_them():
+    """Two prompts at once, then the longer answer goes on alone."""
+    first, total = predict(CONFIG, PLAN, [3, 2], [1, 3], BF16, ROUND)
+    assert first == step_cost(CONFIG, PLAN, [Part(0, 3), Part(0, 2)], 2, BF16, ROUND).total
+    assert total == first + sum(step_cost(CONFIG, PLAN, [Part(n, 1)], 1, BF16, ROUND).total for n in (2, 3))
+
+
+def test_a_prompt_in_pieces_gets_its_token_behind_the_last_one_and_nothing_is_found_in_a_cache():
+    """The engine computes no logits and exchanges no tokens for a piece that is not the last."""
+    config = replace(CONFIG, max_position_embeddings=2048, eos_token_ids=(0,))
+    piece = step_cost(CONFIG, PLAN, [Part(0, 512)], 0, BF16, ROUND)
+    assert piece.products == (2 * 240 + 90) * 3.0 * 512 / 5 + 90, "the last MLP computes a single row"
+    assert piece.collectives == 4 * (100 + 2 * 512 * 10 * 2) + 100 + 2 * 10 * 2
+    ends = [step_cost(CONFIG, PLAN, [Part(512, 88)], 1, BF16, ROUND), *(
+        step_cost(CONFIG, PLAN, [Part(600 + n, 1)], 1, BF16, ROUND) for n in range(2))]
+    first, total = predict(config, PLAN, [600], [3], BF16, ROUND)
+    assert first == pytest.approx(piece.total + ends[0].total)
+    assert total == pytest.approx(first + ends[1].total + ends[2].total), "token 0 is drawn, and ends nothing"
+    with pytest.raises(ValueError):
+        predict(config, PLAN, [512, 512], [1], BF16, ROUND)
+    first, _ = predict(config, PLAN, [512, 512], [1, 1], BF16, ROUND)
+    assert first == 2 * step_cost(CONFIG, PLAN, [Part(0, 512)], 1, BF16, ROUND).total, "equal, and read twice"
+
+
+@pytest.mark.parametrize("parts, words", [([], "at least one token"), ([Part(0, 0)], r"not \(0, 0\)"),
+                                          ([Part(-1, 1)], r"not \(-1, 1\)"), ([Part(0.5, 1)], r"not \(0.5, 1\)")])
+def test_what_is_no_step(parts, words):
+    with pytest.raises(CostError, match=words):
+        step_cost(CONFIG, PLAN, parts, 1, BF16, ROUND)
+
+
+def test_a_link_is_only_as_good_as_its_latency_and_its_bytes():
+    config, costs = shape_config("llama-3.1-70b"), {}
+    plan = ShardPlan.from_config(config, 8)
+    for name in LINKS:
+        machine = linked_machine(name, 8, BF16)
+        costs[name] = step_cost(config, plan, [Part(512, 1)], 1, BF16, machine)
+        assert costs[name].collectives == pytest.approx(
+            162 * LINKS[name].latency + 1.75 * (161 * 8192 * 2 + 16) / LINKS[name].bytes_per_second)
+    assert costs["nvlink"].total < costs["pcie"].total < costs["ethernet"].total
+    assert costs["nvlink"].products == pytest.approx(69.5e9 / 8 * 2 / 3.35e12, rel=0.01), "read once, by eight"
+    numbers = {name: (f"{1e6 * link.latency:g} µs", f"{link.bytes_per_second / 1e9:g}") for name, link in LINKS.items()}
+    assert all(latency in LINKS[name].source for name, (latency, _) in numbers.items()), "as its source says"
+    assert "370 GB/s" in LINKS["nvlink"].source and "; 50 of the 64 GB/s" in LINKS["pcie"].source
+    assert [speed for _, speed in numbers.values()] == ["370", "50", "7.5"] and 7.5e9 == 0.6 * 100e9 / 8
+    assert "assumed" in " ".join(link.source for link in LINKS.values())
+    with pytest.raises(EngineError, match="no link 'pigeon'; there are nvlink, pcie, ethernet"):
+        linked_machine("pigeon", 8, BF16)
+
+
+def test_an_h100_multiplies_for_nothing_until_the_ridge():
+    machine = linked_machine("pcie", 1, BF16)
+    assert machine.seconds_per_weight(256) == pytest.approx(machine.seconds_per_weight(1), rel=0.01, abs=0)
+    assert machine.seconds_per_weight(3000) == pytest.approx(3000 * 2 / 989e12, rel=0.01, abs=0)
+    assert machine.reduce_byte == 0
+    assert machine.seconds_per_weight(1) == 2 / 3.35e12 == 2 * machine.kv_byte and machine.score == 1 / 989e12
+    assert (machine.name, machine.places, machine.sequence, machine.step) == ("1 × H100, pcie", 1, 0, 0)
+    assert linked_machine("pcie", 4, torch.float32).reduce_byte == 2 * 3 / 4 / 50e9
+
+
+def test_what_plan_says_about_speed(monkeypatch):
+    monkeypatch.setattr(outlook, "measure_machines", lambda config, sizes, dtype: dict.fromkeys(sizes, ROUND))
+    monkeypatch.setattr(outlook.psutil, "virtual_memory", lambda: SimpleNamespace(total=14.6e9))
+    lines = list(outlook.speed_lines(shape_config("mistral-7b"), ShardPlan.from_config(
+        shape_config("mistral-7b"), 4), BF16))
+    assert lines[1].startswith("round ") and [line.split(" ")[3] for line in lines[2:5]] == list(LINKS)
+    config, machine = shape_config("mistral-7b"), linked_machine("ethernet", 4, BF16)
+    one, many, read = (step_cost(config, ShardPlan.from_config(config, 4), parts, len(parts), BF16, machine)
+                       for parts in ([Part(512, 1)], [Part(512, 1)] * 16, [Part(0, 512)]))
+    cells = [f"{1 / one.total:,.1f}", f"{16 / many.total:,.1f}", f"{512 / read.total:,.0f}",
+             f"{one.collectives / one.total:.0%}"]
+    assert lines[4].split()[4:] == cells
+    assert [line[line.index(":"):] for line in lines[6:]] == [f": {link.source}" for link in LINKS.values()]
+    assert lines[0].split("  ")[0] == "predicted, 4 ranks"
+    monkeypatch.setattr(outlook.psutil, "virtual_memory", lambda: SimpleNamespace(total=8e9))
+    monkeypatch.setattr(outlook, "measure_machines", None)
+    config = shape_config("llama-3.1-70b")
+    lines = list(outlook.speed_lines(config, ShardPlan.from_config(config, 1), BF16))
+    assert lines[1] == "this machine has 8.0 GB of memory, the weights need 141.1 GB"
+    assert lines[2] == "1 × H100, nvlink: 141.1 GB of weights do not fit into 80.0 GB"
+    lines = list(outlook.speed_lines(config, ShardPlan.from_config(config, 32), BF16))
+    assert lines[1].endswith("has 8.0 GB of memory, the weights need 149.2 GB"), "all ranks' weights and copies, here"
+    assert lines[2].startswith("32 × H100, nvlink  "), "a part of them on each, elsewhere"
+
+
+def test_what_plan_says_about_memory_and_about_a_model_for_short_texts(monkeypatch):
+    lines = list(memory_lines(CONFIG, PLAN, BF16))
+    assert lines == ["memory in bfloat16, with 16 sequences of 512 tokens", *(
+        f"  rank {r}: weights {parameter_bytes(CONFIG, shard, BF16) / 1e6:.1f} MB, keys and values 0.3 MB "
+        "(32 bytes per token)" for r, shard in enumerate(PLAN.ranks))], "2 layers, a key and a value of 4 × 2 bytes"
+    asked = []
+    monkeypatch.setattr(outlook, "step_cost", lambda config, plan, parts, due, *rest: asked.append((parts, due))
+                        or step_cost(config, plan, parts, due, *rest))
+    outlook._speeds(CONFIG, PLAN, BF16, ROUND)
+    assert asked == [([(63, 1)], 1), ([(63, 1)] * 16, 16), ([(0, 63)], 1)], "64 tokens, the last one a new one"
+    assert [size_in_words(count) for count in (999.4e6, 1e9)] == ["999.4 MB", "1.0 GB"]
+
+
+def test_plan_names_heads_and_bytes(tmp_path, capsys):
+    model = make_checkpoint(tmp_path / "model")
+    assert main(["plan", str(model), "--tp", "3", "--dtype", "bfloat16"]) == 0
+    out = capsys.readouterr().out
+    assert "uneven: 4 query heads and 2 KV heads over 3 ranks" in out and "memory in bfloat16, with 16" in out
+    assert max(map(len, out.splitlines()[1:])) <= 100
+    assert main(["plan", str(model), "--dtype", "float16"]) == 2 and "'float16' is not one" in capsys.readouterr().err

@@ -1,0 +1,122 @@
+"""``plan`` for published configurations: counts that were made by hand, from the numbers in each config.json."""
+
+import json
+
+import pytest
+import torch
+
+from course.cost.amounts import Part, messages, step_amount
+from course.cost.cost import step_cost
+from course.cost.links import linked_machine
+from tplab.checkpoint.config import config_of
+from tplab.cli import main
+from tplab.memory import kv_bytes, latent_kv_bytes, latent_parameters, parameter_bytes
+from tplab.shard import ShardPlan
+
+QWEN3_30B_A3B = dict(
+    model_type="qwen3_moe", hidden_size=2048, num_hidden_layers=48, num_attention_heads=32, num_key_value_heads=4,
+    head_dim=128, intermediate_size=6144, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8,
+    norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[], vocab_size=151936, tie_word_embeddings=False,
+    max_position_embeddings=40960, rope_theta=1000000.0, use_sliding_window=False, sliding_window=None)
+GPT_OSS_120B = dict(
+    model_type="gpt_oss", hidden_size=2880, num_hidden_layers=36, num_attention_heads=64, num_key_value_heads=8,
+    head_dim=64, intermediate_size=2880, num_local_experts=128, num_experts_per_tok=4, vocab_size=201088,
+    sliding_window=128, attention_bias=True, tie_word_embeddings=False, max_position_embeddings=131072,
+    quantization_config={"quant_method": "mxfp4"})
+LLAMA_405B = dict(
+    model_type="llama", hidden_size=16384, num_hidden_layers=126, num_attention_heads=128, num_key_value_heads=8,
+    intermediate_size=53248, vocab_size=128256, tie_word_embeddings=False, max_position_embeddings=131072,
+    rope_theta=500000.0)
+DEEPSEEK_V3 = dict(
+    model_type="deepseek_v3", hidden_size=7168, num_hidden_layers=61, num_attention_heads=128, num_key_value_heads=128,
+    q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
+    intermediate_size=18432, moe_intermediate_size=2048, n_routed_experts=256, n_shared_experts=1, topk_group=4,
+    first_k_dense_replace=3, topk_method="noaux_tc", vocab_size=129280, tie_word_embeddings=False)
+# All weights of the model, then of rank 0 of 8, and the bytes of a token's keys and values there: in bfloat16.
+COUNTED = [(QWEN3_30B_A3B, 30_532_122_624, 3_840_292_864, 2 * 48 * 1 * 128 * 2),
+           (GPT_OSS_120B, 116_829_156_672, 14_627_147_616, 2 * 36 * 1 * 64 * 2),
+           (LLAMA_405B, 405_853_388_800, 50_735_300_608, 2 * 126 * 1 * 128 * 2)]
+IDS = ["Qwen3-30B-A3B", "gpt-oss-120b", "Llama-3.1-405B"]
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize(("raw", "total", "on_rank_0", "token"), COUNTED, ids=IDS)
+def test_parameters_and_keys_and_values_as_counted_by_hand(raw, total, on_rank_0, token):
+    config = config_of(raw, quantised=True)
+    whole, eight = (ShardPlan.from_config(config, tp) for tp in (1, 8))
+    assert parameter_bytes(config, whole.ranks[0], BF16) == 2 * total
+    assert parameter_bytes(config, eight.ranks[0], BF16) == 2 * on_rank_0
+    assert kv_bytes(config, eight.ranks[0], 10, BF16) == 10 * token
+
+
+def test_whole_experts_on_a_rank_are_as_many_numbers_as_a_cut_of_each():
+    config = config_of(QWEN3_30B_A3B)
+    plans = [ShardPlan.from_config(config, 8, enable_expert_parallel=dealt_out) for dealt_out in (False, True)]
+    assert len({parameter_bytes(config, shard, BF16) for plan in plans for shard in plan.ranks}) == 1
+    uneven = ShardPlan.from_config(config, 3, enable_expert_parallel=True)
+    assert uneven.sizes("experts") == [43, 43, 42]
+
+
+def test_a_step_reads_the_experts_that_its_tokens_are_sent_to():
+    """One token of 30B-A3B on 8 ranks, by hand: 8 experts of 3 * 2048 * 96 numbers, the router, attention, the head."""
+    config = config_of(QWEN3_30B_A3B)
+    plan = ShardPlan.from_config(config, 8)
+    one, many = ([amount.weights for amount in step_amount(config, plan, 0, [Part(9, 1)] * rows, rows, BF16)]
+                 for rows in (1, 4096))
+    assert one == [2_621_440, 8 * 3 * 2048 * 96 + 262_144] * 48 + [18992 * 2048]
+    assert many[1] == 128 * 3 * 2048 * 96 + 262_144  # all of them, once
+
+
+@pytest.mark.parametrize(("raw", "tp", "numbers", "cached", "collectives"), [
+    (QWEN3_30B_A3B, 8, 48 * (2_621_440 + 8 * 3 * 2048 * 96 + 262_144) + 18992 * 2048, 24_576, 2 * 48 + 2),
+    (GPT_OSS_120B, 8, 36 * (2880 * 1152 + 4 * 3 * 2880 * 360 + 2880 * 128) + 25136 * 2880, 9_216, 2 * 36 + 2),
+    (LLAMA_405B, 16, 126 * (16384 * 2304 + 3 * 16384 * 3328) + 8016 * 16384, 64_512, 2 * 126 + 2)], ids=IDS)
+def test_the_bound_on_tokens_per_second_as_counted_by_hand(raw, tp, numbers, cached, collectives):
+    """One token after 512: each weight that it needs and each key and value once at 3.35 TB/s, 10 µs for each
+    collective, whose bytes are the rest."""
+    config = config_of(raw, quantised=True)
+    plan = ShardPlan.from_config(config, tp)
+    cost = step_cost(config, plan, [Part(512, 1)], 1, BF16, linked_machine("nvlink", tp, BF16))
+    sent = (collectives - 1) * config.hidden_size * 2 * 2 * (tp - 1) / tp / 370e9
+    assert cost.total == pytest.approx((2 * numbers + 513 * cached) / 3.35e12 + collectives * 10e-6 + sent, rel=1e-4)
+
+
+def test_deepseeks_latent_attention_as_counted_by_hand():
+    assert latent_parameters(DEEPSEEK_V3, 1) == 671_026_419_200
+    assert latent_kv_bytes(DEEPSEEK_V3, BF16) == 61 * (512 + 64) * 2 == 70_272
+
+
+@pytest.mark.parametrize(("raw", "options", "words"), [
+    (QWEN3_30B_A3B, ["--expert-parallel"], ["16 experts (0–15)", "weights 7.7 GB", "24,576 bytes per token",
+                                            "of the fast path: it does not support experts"]),
+    (GPT_OSS_120B, [], ["published weights are quantised; here they are counted in bfloat16",
+                        "columns 0–359 of each of 128 experts", "weights 29.3 GB", "9,216 bytes per token"]),
+    (DEEPSEEK_V3, [], ["the engine does not run it", "70,272 bytes per token, the same on every rank"]),
+], ids=["30B-A3B", "120b", "DeepSeek-V3"])
+def test_the_command_tells_it(tmp_path, capsys, monkeypatch, raw, options, words):
+    from course.cost import outlook
+
+    monkeypatch.setattr(outlook.psutil, "virtual_memory", lambda: type("Memory", (), {"total": 1 << 30}))
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(raw))
+    assert main(["plan", "--config", str(file), "--tp", "8", "--dtype", "bfloat16", *options]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert [word for word in words if word not in said] == []
+
+
+def test_a_file_that_is_no_configuration(tmp_path, capsys):
+    file = tmp_path / "config.json"
+    for content, words in (("[1]", "holds a JSON list"), ('{"model_type": "gpt2"}', "'gpt2' is not supported")):
+        file.write_text(content)
+        assert main(["plan", "--config", str(file)]) == 2
+        assert words in capsys.readouterr().err
+    assert main(["plan", "--config", str(tmp_path / "none.json")]) == 2
+    assert "none.json is missing" in capsys.readouterr().err
+
+
+def test_a_norm_over_the_full_width_gathers_q_and_k_in_every_layer():
+    sizes = dict(hidden_size=48, intermediate_size=50, num_hidden_layers=3, num_attention_heads=6,
+                 num_key_value_heads=2, vocab_size=97, eos_token_id=2)
+    full, none = (messages(config_of(dict(model_type=kind, **sizes)), [Part(0, 5)], 1, BF16) for kind in (
+        "olmo2", "llama"))
+    assert full == none + [5 * 8 * (6 + 2) * 2 // 2] * 3

@@ -1,0 +1,316 @@
+"""The fables: the grammar, the reader of continuations, and the committed checkpoint."""
+
+import hashlib
+import json
+import re
+import subprocess
+import sys
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+from tokenizers import Tokenizer
+
+from course.fable import CHECKPOINT, FableError, default_story, plots, stories, words
+from course.fable import recall as recall_module
+from course.fable.reading import read
+from course.fable.recall import recall, reference_generate
+from tplab.checkpoint.names import EMBEDDED
+from tplab.checkpoint.prompts import default_prompt
+
+
+@pytest.fixture(scope="module")
+def many():
+    return stories("train", 600) + stories("held-out", 300)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
+
+
+# The grammar
+
+
+def test_stories_are_deterministic(many):
+    first = stories("train", 3)
+    assert first == stories("train", 5)[:3]
+    assert first != stories("train", 3, seed=1)
+    # The committed checkpoint was trained on exactly these texts.
+    digest = hashlib.sha256("\n".join(s.text for s in stories("train", 100)).encode()).hexdigest()
+    assert digest[:16] == "7081e72cc36b55b5"
+    more = hashlib.sha256("\n".join(f"{s.text}{s.references}" for s in many).encode()).hexdigest()
+    assert more[:16] == "f8ca16c2f46cf532", "recall was measured on these"
+    told = Counter(word for s in many for word in s.facts.values())
+    assert len(told) == len(words.GIRLS + words.BOYS + words.COLOURS) + 3 * 16, "all words are met"
+    assert {s.plot for s in many} == set(plots.PLOTS)
+
+
+def test_references_point_at_their_words(many):
+    for story in many:
+        assert story.text.startswith(story.opening)
+        assert {r.kind for r in story.references} == {"name", "animal", "colour", "place", "thing"}
+        for r in story.references:
+            assert story.text[r.start : r.end] == r.word
+            assert r.start > len(story.opening)
+            assert re.search(rf"\b{r.word}\b", story.opening), "the opening must introduce what is referred to"
+
+
+def test_the_two_of_a_kind_differ(many):
+    for f in (s.facts for s in many):
+        assert f["hero"] != f["friend"] and f["home"] != f["away"] and f["pet_colour"] != f["thing_colour"]
+
+
+def test_word_kinds_do_not_overlap():
+    pools = [words.GIRLS, words.BOYS, words.COLOURS, list(words.ANIMALS), list(words.PLACES), list(words.THINGS)]
+    everything = [word for pool in pools for word in pool]
+    assert len(set(everything)) == len(everything)
+    # A detail that named an animal, place or thing would be a second, wrong introduction.
+    details = " ".join([*words.ANIMALS.values(), *words.PLACES.values(), *words.WEATHERS.values()]).split()
+    assert not set(details) & set(everything)
+
+
+def test_splits_share_no_pair_of_names(many):
+    pairs = {s: {(x.facts["hero"], x.facts["friend"]) for x in stories(s, 3000)} for s in ("train", "held-out")}
+    assert not pairs["train"] & pairs["held-out"]
+    # Every single word of the held-out stories is known from training, only never in this company.
+    names = {s: {name for pair in pairs[s] for name in pair} for s in pairs}
+    assert names["held-out"] <= names["train"]
+
+
+@pytest.mark.parametrize("split, n", [("test", 1), ("", 1), ("train", -1)])
+def test_bad_requests_are_refused(split, n):
+    assert stories("train", 0) == []
+    with pytest.raises(FableError):
+        stories(split, n)
+
+
+def test_default_prompt_opens_a_held_out_story():
+    story = default_story()
+    assert default_prompt("fable") == story.opening
+    assert story in stories("held-out", 64)
+    assert {default_story(seed).plot for seed in range(3)} == {"lost"}
+    assert default_story() == next(s for s in stories("held-out", 64) if s.plot == "lost"), "the first of them"
+
+
+# Reading
+
+
+def test_every_story_reads_as_itself(many):
+    for story in many:
+        reading = read(story, story.body)
+        assert reading.grammatical
+        assert [(a.kind, a.said) for a in reading.answers] == [(r.kind, r.word) for r in story.references]
+        assert all(a.right for a in reading.answers)
+
+
+def test_variants_of_a_beat_make_the_same_references(many):
+    # Or else what a missing sentence costs would depend on the variant.
+    for plot in plots.PLOTS:
+        assert len({str(sorted(Counter(r.kind for r in s.references).items())) for s in many if s.plot == plot}) == 1
+
+
+def test_a_wrong_word_costs_one_reference():
+    story = default_story()
+    r = next(r for r in story.references if r.kind == "colour")
+    text = story.text[: r.start] + story.facts["pet_colour" if r.word != story.facts["pet_colour"] else "thing_colour"]
+    reading = read(story, (text + story.text[r.end :])[len(story.opening) :])
+    assert reading.grammatical
+    assert [a.kind for a in reading.answers if not a.right] == ["colour"]
+
+
+def test_a_missing_sentence_costs_its_references_only():
+    story = default_story()
+    sentences = re.split(r"(?<=[.!]) ", story.body.strip())
+    reading = read(story, " " + " ".join(sentences[:1] + sentences[2:]))
+    assert not reading.grammatical
+    wrong = [a for a in reading.answers if not a.right]
+    assert [(a.kind, a.said) for a in wrong] == [("place", None), ("name", None)]
+
+
+def test_of_two_sentences_that_fit_a_beat_the_earlier_one_is_read():
+    story = default_story()
+    hero, friend, pet = (story.facts[kind] for kind in ("hero", "friend", "pet"))
+    reading = read(story, f" {hero} looked in every corner, but there was no {pet}."
+                          f" {friend} called and called, but no {pet} came.")
+    assert reading.answers[0].said == hero and not reading.grammatical
+
+
+def test_a_sentence_is_looked_for_behind_the_one_before_it():
+    story = default_story()
+    first, second, *rest = re.split(r"(?<=[.!]) ", story.body.strip())
+    reading = read(story, " " + " ".join([second, first, *rest]))
+    assert not reading.grammatical
+    assert [(a.kind, a.said) for a in reading.answers if not a.right] == [("place", None), ("name", None)]
+
+
+def test_one_unknown_word_beside_a_known_one_is_not_grammatical():
+    story = default_story()
+    sentence = re.split(r"(?<=[.!]) ", story.body.strip())[1]  # of a place and a name
+    reading = read(story, story.body.replace(sentence, sentence.replace(story.facts["friend"], "Zork")))
+    assert not reading.grammatical and [a.said for a in reading.answers if not a.right] == ["Zork"]
+
+
+def test_what_follows_from_a_fact_must_be_one_of_its_words():
+    story = next(s for s in stories("held-out", 64) if f" {words.ANIMALS[s.facts['pet']]} in the air" in s.body)
+    sound = words.ANIMALS[story.facts["pet"]]
+    assert read(story, story.body.replace(f"a {sound} in", "a purr in")).grammatical, "of another animal, all the same"
+    assert not read(story, story.body.replace(f"a {sound} in", "a whistle in")).grammatical
+
+
+def test_two_spaces_between_sentences_are_not_grammatical():
+    story = default_story()
+    assert not read(story, story.body.replace(". ", ".  ", 1)).grammatical
+
+
+@pytest.mark.parametrize("text", ["", " the the the the", "\ufffd\ufffd", " Once there was a boy named"])
+def test_gibberish_scores_nothing(text):
+    reading = read(default_story(), text)
+    assert not reading.grammatical and not any(a.right for a in reading.answers)
+
+
+def test_unknown_or_surplus_words_are_not_grammatical():
+    story = default_story()
+    assert not read(story, story.body + " The end.").grammatical
+    assert not read(story, story.body.replace(story.facts["hero"], "Zork")).grammatical
+    assert not read(story, story.body[1:]).grammatical
+
+
+# The measure
+
+
+def test_recall_scores_an_oracle_full_and_a_repeater_empty(tokenizer):
+    some = stories("held-out", 12)
+    bodies = [tokenizer.encode(s.body + "<|endoftext|>" + s.opening).ids for s in some]
+    full = recall(lambda prompts, n: bodies, some)
+    assert full.percent() == full.grammatical == 100
+    assert [line.split()[:3] for line in str(full).splitlines()] == [
+        [kind, "100.0", "%"] for kind in ("animal", "colour", "name", "place", "thing", "overall", "grammatical")]
+    empty = recall(lambda prompts, n: [[p[-1]] * n for p in prompts], some)
+    assert empty.percent() == empty.grammatical == 0
+    assert empty.counts()["overall"] == (0, sum(len(s.references) for s in some))
+    assert str(empty).splitlines()[-2].split() == ["overall", "0.0", "%", f"0/{sum(len(s.references) for s in some)}"]
+    pad = tokenizer.token_to_id("<|pad|>")
+    padded = recall(lambda prompts, n: [[*tokenizer.encode(s.body).ids, pad] for s in some], some)
+    assert (padded.percent(), padded.grammatical) == (100, 0)
+    half = recall(lambda prompts, n: [ids * (at % 4 == 0) for at, ids in enumerate(bodies)], some)
+    assert half.grammatical == 25 and str(half).splitlines()[-1].split() == ["grammatical", "25.0", "%", "of", "12",
+                                                                           "stories"]
+
+
+def test_recall_of_a_mixed_up_model_is_between(tokenizer):
+    some = stories("held-out", 12)
+    swapped = [s.body.replace(s.facts["hero"], "%").replace(s.facts["friend"], s.facts["hero"]) for s in some]
+    ids = [tokenizer.encode(b.replace("%", s.facts["friend"])).ids for b, s in zip(swapped, some, strict=True)]
+    report = recall(lambda prompts, n: ids, some)
+    assert report.percent("name") == 0 and report.percent("place") == 100 and report.grammatical == 100
+    right, of = (sum(column) for column in zip(*(pair for kind, pair in report.counts().items() if kind != "overall")))
+    assert report.counts()["overall"] == (right, of) and 0 < right < of
+    assert report.percent() == pytest.approx(100 * right / of, abs=1e-9)
+
+
+def test_recall_refuses_what_it_cannot_measure():
+    with pytest.raises(FableError, match="at least one story"):
+        recall(lambda prompts, n: [], [])
+    with pytest.raises(FableError, match="1 outputs for 2 prompts"):
+        recall(lambda prompts, n: [[]], stories("held-out", 2))
+
+
+# The committed checkpoint
+
+
+def test_sums_and_size():
+    lines = [line.split("  ") for line in (CHECKPOINT / "SHA256SUMS").read_text().splitlines()]
+    names = sorted(p.name for p in CHECKPOINT.iterdir())
+    assert [name for _, name in lines] == [name for name in names if name != "SHA256SUMS"]
+    for digest, name in lines:
+        assert hashlib.sha256((CHECKPOINT / name).read_bytes()).hexdigest() == digest
+    assert sum(p.stat().st_size for p in CHECKPOINT.iterdir()) < 8e6
+
+
+def test_config_and_weights():
+    from safetensors import safe_open
+
+    config = json.loads((CHECKPOINT / "config.json").read_text())
+    assert config["model_type"] == "qwen2" and config["num_hidden_layers"] >= 6
+    assert (config["num_attention_heads"], config["num_key_value_heads"]) == (8, 2)
+    assert config["rope_parameters"]["rope_theta"] != 10000, "a code's default theta must be wrong for this model"
+    index = json.loads((CHECKPOINT / "model.safetensors.index.json").read_text())["weight_map"]
+    assert len(set(index.values())) >= 2
+    assert config["tie_word_embeddings"] and "lm_head.weight" not in index
+    parameters = 0
+    for file in set(index.values()):
+        with safe_open(CHECKPOINT / file, "pt") as f:
+            assert set(f.keys()) == {name for name, where in index.items() if where == file}
+            for name in f.keys():
+                tensor = f.get_tensor(name)
+                parameters += tensor.numel()
+                assert tensor.isfinite().all() and str(tensor.dtype) == "torch.float32"
+                if name.endswith("_proj.bias"):
+                    assert tensor.abs().mean() > 0.02, f"{name} is too small to reveal a bug"
+                if name.endswith("norm.weight"):
+                    assert tensor.std() > 0.01, f"{name} is too even to reveal a bug"
+    assert 1e6 <= parameters <= 2e6
+
+
+def test_every_tokenizer_gives_the_same_ids(tokenizer):
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    auto, fast = (cls.from_pretrained(CHECKPOINT) for cls in (AutoTokenizer, PreTrainedTokenizerFast))
+    assert len(auto) == len(fast) == tokenizer.get_vocab_size() == 768
+    texts = [s.text for s in stories("held-out", 50)]
+    for text in [*texts, "naïve café 😀 \n\n  two  spaces 123", "don't ,  .", "a<|endoftext|>b<|pad|>"]:
+        ids = tokenizer.encode(text).ids
+        assert auto(text).input_ids == fast(text).input_ids == ids
+        assert auto.decode(ids) == fast.decode(ids) == tokenizer.decode(ids, skip_special_tokens=False) == text
+
+
+def test_an_opening_is_a_prefix_of_its_story_in_tokens_too(tokenizer, many):
+    for s in many[:100]:
+        assert tokenizer.encode(s.text).ids == tokenizer.encode(s.opening).ids + tokenizer.encode(s.body).ids
+
+
+def test_prompts_are_padded_on_the_left_and_the_padding_is_masked(monkeypatch, tmp_path):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    asked = []
+
+    def generate(input_ids, attention_mask, max_new_tokens, do_sample):
+        asked.append((input_ids.tolist(), attention_mask.tolist(), max_new_tokens, do_sample))
+        return torch.cat([input_ids, input_ids[:, -1:] + 10], 1)
+
+    def load(folder, dtype, attn_implementation):
+        assert (folder, dtype, attn_implementation) == (tmp_path, torch.float32, "eager")
+        return SimpleNamespace(generate=generate, generation_config=SimpleNamespace(pad_token_id=1))
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", load)
+    monkeypatch.setattr(recall_module, "BATCH_SIZE", 2)
+    assert reference_generate(tmp_path)([[5, 6, 7], [8], [9, 4]], 3) == [[17], [18], [14]]
+    assert asked == [([[5, 6, 7], [1, 1, 8]], [[1, 1, 1], [0, 0, 1]], 3, False), ([[9, 4]], [[1, 1]], 3, False)]
+
+
+def test_a_body_has_room_in_what_a_model_may_write(tokenizer, many):
+    longest = max(len(tokenizer.encode(s.body).ids) for s in many)
+    assert 100 < longest < 160 and recall_module.MAX_NEW_TOKENS == 192, "about 150, and some to spare"
+
+
+def test_the_command_measures_held_out_stories(monkeypatch, capsys, tmp_path):
+    asked = []
+    monkeypatch.setattr(sys, "argv", ["recall", "--stories", "3", "--checkpoint", str(tmp_path)])
+    monkeypatch.setattr(recall_module, "reference_generate", lambda folder: folder.name)
+    monkeypatch.setattr(recall_module, "recall", lambda *given: asked.append(given) or "a report")
+    recall_module.main()
+    assert asked == [(tmp_path.name, stories("held-out", 3), tmp_path)] and capsys.readouterr().out == "a report\n"
+
+
+@pytest.mark.parametrize("model", EMBEDDED)
+def test_the_model_remembers(model):
+    report = recall(reference_generate(EMBEDDED[model]), stories("held-out", 24), EMBEDDED[model])
+    assert all(report.percent(kind) >= 95 for kind in report.counts()), str(report)
+    assert report.grammatical >= 95
+
+
+def test_the_room_is_light():
+    code = "import course.fable, sys; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

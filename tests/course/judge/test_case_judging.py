@@ -1,0 +1,355 @@
+"""Answers and repairs judged without an engine: what is run, in which order, and what is said of what came."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from helpers.reports import make_report
+
+from course import lesson
+from course.cases import CASES, NOWHERE, Bug, Trial, answering, case_09, places, proof, repairing, sealed
+from course.cases.answering import choices, judge_answer, kinds, listed, place_called
+from course.cases.form import Form
+from course.judge.attempt import NotYet
+from tplab.align import Diagnosis
+from tplab.errors import TplabError
+from tplab.patch import Patch, PatchError
+from tplab.show.phrases import ShowError
+
+KNOWN = list(places())
+BUGS = (Bug("RowParallelLinear.reduce", len, max, "a sum", "missing"),
+        Bug("mask_scores", len, max, "a mask", "no_mask"))
+FILE = replace(CASES["case_01"], bugs=BUGS, why={"right": "", "it is slow": "it is quick"}, elsewhere={
+    "attend": "it attends to what it gets"}, production="It costs.",
+    trials=lambda take: [Trial(f"trial {at} {take}", []) for at in range(3)])
+
+
+def refused(function, *args, **kwargs):
+    with pytest.raises(NotYet) as caught:
+        function(*args, **kwargs)
+    return str(caught.value)
+
+
+# ---- answers ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_can_be_said_is_lettered_in_the_alphabets_order():
+    assert kinds() == sorted(set(kinds())) and {kind for file in CASES.values() for kind in file.kinds} == set(kinds())
+    what, why = choices(replace(FILE, why={"b": "", "a": "no"}), found=True).split("\nwhy:\n")
+    assert why == "  a  a\n  b  b" and what.startswith(f"what:\n  a  {kinds()[0][:20]}")
+    letters = [line[2] for line in what.splitlines()[1:] if line[2] != " "]
+    assert letters == [chr(ord("a") + at) for at in range(len(kinds()))]
+
+
+@pytest.mark.parametrize("given, several", [
+    ("", []), (None, []), ([], []), ("a", ["a"]), (["a", "b"], ["a", "b"]), (("a",), ["a"]), ({"a"}, ["a"]),
+    (len, [len])])
+def test_one_or_several_are_a_list(given, several):
+    assert listed(given) == several
+
+
+def test_a_place_that_is_not_there_is_said_with_its_neighbours():
+    said = refused(place_called, "RowParallelLinear.redcue", KNOWN)
+    assert said.startswith("where: there is no function 'RowParallelLinear.redcue' in the engine's core; did you mean "
+                           "RowParallelLinear.reduce or ")
+    assert said.endswith("? If the engine is right, say 'nowhere'.")
+    said = refused(place_called, "forwrad", KNOWN)
+    assert said.count(" or ") == 3 and said.count(".forward") == 4, "no more than four"
+    assert "such as 'RowParallelLinear.reduce'. If" in refused(place_called, "xyzzy", KNOWN)
+    assert place_called("tplab.model.attention.mask_scores", KNOWN) == "mask_scores"
+    assert "did you mean mask_scores" in refused(place_called, "ow_parallel.mask_score", KNOWN)
+    assert "did you mean RowParallelLinear." in refused(place_called, "RowParallelLinear.zzz", KNOWN)
+    with pytest.raises(NotYet):
+        place_called("scores", KNOWN)  # the end of a word is no name
+
+
+@pytest.mark.parametrize("where, what, why, says", [
+    (["RowParallelLinear.reduce", "mask_scores"], ["a sum", "a mask"], "right", ""),
+    ({"mask_scores", "RowParallelLinear.reduce"}, ("a mask", "a sum"), "right", ""),
+    ([], [], "", "where is not answered: name the function"),
+    ("mask_scores", "", "", "mask_scores: yes, and that is not all: with this alone mended the engine is still wrong "
+     "(1 more to find)"),
+    (["mask_scores", "mask_scores"], "", "", "(1 more to find)"),
+    (["mask_scores", "attend"], "", "", "not attend: it attends to what it gets (mask_scores: yes)"),
+    (["attend"], "", "", "not attend: it attends to what it gets"),
+    ("nowhere", "", "", "not nowhere: something is wrong in it"),
+    ("DecoderLayer.forward", "", "", "not DecoderLayer.forward: what it makes of what it is given is right; a wrong"),
+    (["RowParallelLinear.reduce", "mask_scores"], [], "", "where is right; what is not answered"),
+    (["RowParallelLinear.reduce", "mask_scores"], ["a sum"], "", "so is 'a sum'; the other bug is of another kind"),
+    (["RowParallelLinear.reduce", "mask_scores"], ["a sum", "a third"], "", "where is right; what is not 'a third'"),
+    (["RowParallelLinear.reduce", "mask_scores"], ["a sum", "a mask"], "", "why is not answered"),
+    (["RowParallelLinear.reduce", "mask_scores"], ["a sum", "a mask"], "it is slow", "why is not: it is quick")])
+def test_where_then_what_then_why(where, what, why, says, monkeypatch, capsys):
+    monkeypatch.setattr(answering, "kinds", lambda: ["a mask", "a sum", "a third"])
+    found, wrong = judge_answer(FILE, where, what, why, KNOWN)
+    assert bool(wrong) == bool(says) and says in wrong
+    assert found == (not says or "where is right" in wrong or "where and what are right" in wrong)
+    said = capsys.readouterr().out
+    assert said == "RIGHT  case 1: where, what and why.\n" if not says else said.startswith("NOT YET  case 1: ")
+
+
+def test_an_innocent_engine_is_blamed_nowhere(monkeypatch):
+    innocent = replace(FILE, bugs=(), what="the input")
+    monkeypatch.setattr(answering, "kinds", lambda: ["the input", "another"])
+    assert judge_answer(innocent, NOWHERE, "a", "right", KNOWN) == (True, "")
+    said = judge_answer(innocent, [NOWHERE, "attend"], "a", "right", KNOWN)
+    assert said == (False, "not attend: it attends to what it gets"), "nowhere is no function that is right"
+
+
+# ---- repairs ---------------------------------------------------------------------------------------------------------
+
+
+def case(heads=9, size=2, run=None, file=FILE):
+    config = SimpleNamespace(num_heads=heads, num_layers=3, hidden_size=8, intermediate_size=8)
+    return SimpleNamespace(checkpoint=SimpleNamespace(config=config), tensor_parallel_size=size, trial="reported",
+                           _run=run, _file=file, _places=KNOWN)
+
+
+def report(logs=(), **more):
+    return SimpleNamespace(checkpoint=case().checkpoint, op_logs=[[0] * count for count in logs], **more)
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Every run of the judge; ``runs.wrong`` says which of them, by its number, is not what it should be."""
+    made = SimpleNamespace(asked=[], wrong={}, reports={})
+
+    def run(case, trial, patches, size, logical=False):
+        made.asked.append((trial if isinstance(trial, str) else trial.says, patches, size, logical))
+        if (number := len(made.asked) - 1) in made.wrong:
+            raise NotYet(made.wrong[number])
+        return made.reports.get(number, report([7]))
+
+    monkeypatch.setattr(repairing, "_run", run)
+    monkeypatch.setattr(repairing, "unseen", lambda ckpt, seed: seed)
+    return made
+
+
+@pytest.mark.parametrize("heads, size, sizes", [(9, 2, [2, 4, 3, 1]), (3, 3, [3, 2, 1]), (2, 1, [1, 2])])
+def test_a_repair_runs_as_reported_then_on_fresh_tokens_with_every_number_of_ranks(heads, size, sizes, runs):
+    said = repairing._examine(case(heads, size), ("attempt",), 100)
+    mended = (*FILE.patches, "attempt")
+    first = [("reported", mended, size, False), *((f"trial {at} 100", mended, size, False) for at in range(3))]
+    assert runs.asked == first + [(f"trial 0 {100 + at}", mended, more, True) for at, more in enumerate(sizes[1:], 1)]
+    assert said.endswith(f"fresh tokens with {', '.join(map(str, sorted(sizes)))} ranks.")
+
+
+@pytest.mark.parametrize("number, says", [
+    (0, "the reported run is still wrong: q is off."),
+    (1, "it hides the symptom: the reported run is right now; with fresh tokens, on 2 ranks, trial 0 5 is not. q is "
+     "off. In production: It costs."),
+    (6, "with fresh tokens, on 1 rank, trial 0 8 is not. q is off. In production: It costs.")])
+def test_what_is_still_wrong_is_said_with_the_run_in_which_it_is(number, says, runs):
+    runs.wrong[number] = "q is off."
+    assert refused(repairing._examine, case(), (), 5).endswith(says) and len(runs.asked) == number + 1
+
+
+def test_a_repair_may_not_cost_a_collective_more(runs):
+    runs.reports = {0: report([7, 7]), 3: report([7, 9])}
+    assert refused(repairing._examine, case(), (), 5).startswith(
+        "the numbers are right, and a forward pass has 2 collectives more than it needs")
+
+
+@pytest.mark.parametrize("found, says", [
+    (Diagnosis(None, "fine"), ""),
+    (Diagnosis("missing", "the sum is missing", "layers.0.mlp"), "layers.0.mlp is still not what it should be"),
+    (Diagnosis("other", "another bug", "layers.0.q"), "another bug"),
+    (Diagnosis(None, "who knows", "layers.0.q"), "layers.0.q is not what it should be")])
+def test_its_own_bugs_name_is_not_given_away(found, says, monkeypatch):
+    monkeypatch.setattr(repairing, "diagnose", lambda report: found)
+    asked = []
+
+    def run(*given, **options):
+        asked.append((given, options))
+        return report(ok=found.ok, guilty=["layers.0.q"], recording=SimpleNamespace(contradictions=[]))
+
+    made = case(run=run)
+    call = (made, "trial", ("p",), 3, True)
+    assert (refused(repairing._run, *call) if says else repairing._run(*call) and "") == says
+    assert asked == [(("trial", ("p",)), {"tensor_parallel_size": 3, "logical": True})]
+
+
+@pytest.mark.parametrize("error, says", [
+    (PatchError("it is called with (a)"), "it is called with (a)"),
+    (ValueError("no"), "ValueError: no\nat your line ")])
+def test_a_run_that_ends_in_an_error_is_said_in_words(error, says):
+    def run(*given, **options):
+        raise error
+
+    assert refused(repairing._run, case(run=run), "trial", (), 2).startswith(says)
+
+
+@pytest.mark.parametrize("change, rounding", [
+    ({}, True), ({"ok": True}, False), ({"guilty": ["q"]}, False), ({"fault": "no_mask"}, False),
+    ({"contradictions": ["heads"]}, False)])
+def test_rounding_is_nobodys_fault(change, rounding, monkeypatch):
+    known = {"ok": False, "guilty": [], "fault": None, "contradictions": [], **change}
+    recording = SimpleNamespace(contradictions=known["contradictions"])
+    seen = report(ok=known["ok"], guilty=known["guilty"], recording=recording)
+    monkeypatch.setattr(repairing, "diagnose", lambda report: Diagnosis(known["fault"], "x", "layers.0.q"))
+    made = case(run=lambda *args, **options: seen)
+    if rounding:
+        assert repairing._run(made, "trial", (), 2) is seen
+    else:
+        assert refused(repairing._run, made, "trial", (), 2) in (
+            "x", "layers.0.q is not what it should be", "layers.0.q is still not what it should be")
+
+
+def test_a_repair_is_places_and_functions():
+    def attempt(self, x):
+        return x
+
+    target = places()["RowParallelLinear.reduce"][0]
+    for repair, where in (({"RowParallelLinear.reduce": attempt}, ""), (attempt, "RowParallelLinear.reduce"),
+                          (attempt, ["linear.RowParallelLinear.reduce"])):
+        assert repairing._patches(repair, where, KNOWN) == (Patch(target, attempt),)
+    both = repairing._patches({"RowParallelLinear.reduce": attempt, "causal_mask": len}, "", KNOWN)
+    assert [one.target for one in both] == [target, *places()["causal_mask"]] and len(both) > 2
+    for where in ("", ["attend", "mask_scores"]):
+        assert "does not say what it replaces" in refused(repairing._patches, attempt, where, KNOWN)
+    assert "there is no repair" in refused(repairing._patches, [attempt], "attend", KNOWN)
+    assert refused(repairing._patches, {"attend": 3}, "", KNOWN).startswith("the repair for 'attend' is int; a func")
+
+
+@pytest.mark.parametrize("given, function", [(len, len), ([len], len), ({"a": len}, len), ([len, max], None),
+                                             (None, None), ("len", None), ({}, None)])
+def test_some_cases_are_mended_by_one_function(given, function):
+    if function:
+        assert repairing.functions(given) == [function]
+    else:
+        made = case(file=replace(FILE, examine=pytest.fail))
+        assert repairing.judge_repair(made, given) == "the repair of this case is one function"
+
+
+def test_what_examines_a_function_says_what_is_wrong(monkeypatch, capsys):
+    def examine(function, *given):
+        seen.append(given)
+        return function(3)
+
+    seen, made = [], case(file=replace(FILE, examine=examine))
+    monkeypatch.setattr(repairing, "one_thread_if_small", lambda config: nullcontext(seen.append(config)))
+    assert repairing.judge_repair(made, lambda n: f"{n} is right", seed=0) == ""
+    assert seen[:2] == [made.checkpoint.config, (made.checkpoint, 2, 0)]
+    assert capsys.readouterr().out == "PASS  case 1: 3 is right\n"
+    repairing.judge_repair(made, lambda n: "well " * 30, seed=0)
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 2 and max(map(len, said)) <= 110 and said[1].startswith("      well")
+
+    def wrong(n):
+        raise ValueError(f"{n} is wrong")
+
+    assert repairing.judge_repair(made, wrong) == "3 is wrong"
+    assert capsys.readouterr().out == "NOT YET  case 1: 3 is wrong\n" and 0 <= seen[-1][2] < 2**31
+    assert repairing.judge_repair(made, lambda n: n / 0).startswith("ZeroDivisionError: division by")
+
+
+@pytest.mark.parametrize("right, wrong, repair, solved, noted", [
+    (True, "", {"a": len}, True, True), (True, "no", [len], False, False), (False, "", len, False, False),
+    (True, "", None, True, None), (True, "no", {}, False, None)])
+def test_a_case_is_solved_by_an_answer_and_a_repair(right, wrong, repair, solved, noted, monkeypatch):
+    notes, mended = [], []
+    monkeypatch.setattr(sealed.progress_file, "note", lambda *given, passed: notes.append((*given, passed)))
+    opened = SimpleNamespace(answer=lambda *said: SimpleNamespace(passed=right and said == ("w", "k", "y")),
+                             mend=lambda *given: mended.append(given) or wrong, _file=FILE)
+    assert sealed.OpenCase.close(opened, "w", "k", "y", repair) == solved
+    assert notes == ([] if noted is None else [("case_01", len, noted)])
+    assert mended == ([(repair, "w")] if right else [])
+
+
+# ---- the form, and the proof -----------------------------------------------------------------------------------------
+
+
+def test_the_form_asks_what_the_call_asks():
+    asked = []
+
+    def answer(*said):
+        print("NOT YET  <b>\n   more")
+        asked.append(said)
+        return SimpleNamespace(passed=len(asked) > 1)
+
+    case = SimpleNamespace(answer=answer, number=4, found=False)
+    form = Form(case, replace(FILE, why={"b": "", "a": "no"}), ["attend", "mlp"])
+    assert form.where.options == (NOWHERE, "attend", "mlp") and form.what.options == tuple(kinds())
+    assert form.why.options == ("a", "b") and form.why.value is None and form.why.layout.display == "none"
+    case.found = True
+    form.answer()
+    assert form.why.layout.display is None
+    form.where.value, form.what.value, form.why.value = ("mlp",), (kinds()[0],), "b"
+    assert "NOT YET &lt;b&gt; more" in form.verdict.value and "Now mend it" not in form.verdict.value
+    form.answer()
+    assert asked == [([], [], ""), (["mlp"], [kinds()[0]], "b")]
+    assert "more Now mend it in the cell below" in form.verdict.value and 'role="status"' in form.verdict.value
+    assert str(form).startswith("Form of case 4: where, what, why")
+
+
+def solved(named=("a",), left=(), answer="", repair="", hidden=("no",), seen="logits"):
+    made = object.__new__(proof.Solved)
+    vars(made).update(named=list(named), left=list(left), answer=answer, repair=repair, hidden=list(hidden), seen=seen,
+                      case=SimpleNamespace(tensor_parallel_size=3))
+    return made
+
+
+@pytest.mark.parametrize("made, wrong", [
+    (solved(), ""), (solved(left=BUGS), "the diagnosis does not name missing, no_mask"),
+    (solved(answer="where"), "where"), (solved(repair="no", hidden=[""]), "no"),
+    (solved(hidden=["no", "", ""]), "the repair that hides it, number 1, was accepted")])
+def test_what_did_not_go_as_it_should(made, wrong, monkeypatch):
+    assert made.wrong == wrong
+    monkeypatch.setattr(proof, "Solved", lambda opened: made)
+    monkeypatch.setattr(proof, "CASES", {"case_02": CASES["case_02"], "never": replace(
+        CASES["case_03"], needs=lambda config, size: "never")})
+    if wrong:
+        with pytest.raises(ShowError, match=f"case 2: {wrong}"):
+            lesson.prove_cases("fable")
+    else:
+        (row,) = lesson.prove_cases("fable").frame.reset_index().to_dict("records")
+        assert row == {"case": 2, "ranks": 3, "seen at": "logits", "named": "a", "its repair": "accepted",
+                       "repairs that hide it": "1 refused"}
+
+
+def test_a_case_is_solved_bug_by_bug_and_an_innocent_engine_at_once(monkeypatch):
+    looks = {0: ("layers.0.mlp", {"no_mask", "x"}), 1: ("layers.1.q", {"missing"})}
+    opened = sealed.OpenCase(replace(FILE, false_repairs=("h1", "h2")), "fable", [5, 6, 7])
+    monkeypatch.setattr(proof.Solved, "_look", lambda self, mended: (looked.append(mended), looks[len(looked) - 1])[1])
+    monkeypatch.setattr(proof, "judge_repair", lambda case, one, seed: repairs.append((
+        one, seed)) or ("" if isinstance(one, dict) else "no"))
+    monkeypatch.setattr(opened, "answer", lambda *said: asked.append(said) or SimpleNamespace(sentence=""))
+    looked, repairs, asked = [], [], []
+    found = proof.Solved(opened, 7)
+    assert looked == [[], [BUGS[1]]] and found.named == ["no_mask", "missing"] and not found.left
+    assert (found.seen, found.wrong) == ("layers.0.mlp", "")
+    assert repairs == [({"RowParallelLinear.reduce": max, "mask_scores": max}, 7), ("h1", 7), ("h2", 7)]
+    assert asked == [(["RowParallelLinear.reduce", "mask_scores"], ["a sum", "a mask"], "right")]
+    looks[1], looked[:] = ("layers.1.q", {"x"}), []
+    assert proof.Solved(opened).left == [BUGS[0]] and len(looked) == 2
+
+
+def test_a_look_says_where_it_shows_first_and_all_that_it_may_be(monkeypatch):
+    found = make_report({"norm": 1.0})
+    found.diagnoses = [Diagnosis("no_mask", "x", "layers.0.attn", lookalikes=("b",)), Diagnosis("c", "x", "norm")]
+    healthy, made, runs = make_report(), solved(), []
+    healthy.diagnoses, made.file, ends = [], FILE, iter([found, healthy, TplabError("it hangs")])
+
+    def run(trial, patches):
+        runs.append((trial, len(patches)))
+        if isinstance(end := next(ends), TplabError):
+            raise end
+        return end
+
+    made.case = SimpleNamespace(_run=run, trial="reported")
+    monkeypatch.setattr(proof, "diagnose", lambda what: Diagnosis(
+        "hang", "x", "rank 1") if isinstance(what, TplabError) else Diagnosis(None, "fine"))
+    assert made._look([]) == ("layers.0.attn", {"no_mask", "b", "c"})
+    assert made._look([BUGS[0]]) == (NOWHERE, set()) and made._look(BUGS) == ("rank 1", {"hang"})
+    bugs, reduce = len(FILE.patches), len(places()["RowParallelLinear.reduce"])
+    assert runs == [("reported", bugs), ("reported", bugs + reduce), ("reported", 2 * bugs)]
+
+
+def test_a_test_is_told_how_many_broken_engines_it_fails(monkeypatch):
+    right, wrong = torch.zeros(2), torch.ones(2)
+    engines = [("one", right, True), ("other", right, True), ("bug", wrong, False), ("bug", wrong, False)]
+    monkeypatch.setattr(case_09, "logits", lambda folder, ranks, seed: (engines, right, right))
+    judged = case_09.examine(lambda ours, theirs, exact: torch.equal(ours, theirs), SimpleNamespace(folder="f"), 3, 0)
+    assert "on fresh tokens, 3 ranks and others, and fails 2 broken ones" in judged

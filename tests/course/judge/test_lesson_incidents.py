@@ -1,0 +1,134 @@
+"""Failures on purpose: real ranks, the time each report took, and what is left behind."""
+
+import os
+import subprocess
+
+import pytest
+from matplotlib.colors import to_hex
+
+from course import lesson
+from course.judge.incidents import Incident
+from tplab import show
+from tplab.pool import RankPool
+from tplab.ranks import OpRecord, RankError, errors, rank
+from tplab.ranks.errors import Cause, Frame
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with RankPool(2) as pool:
+        yield pool
+
+
+def raises():
+    return 1 / (1 - rank())
+
+
+def test_an_incident_is_told_and_timed(pool, capsys):
+    incidents = lesson.Incidents(pool)
+    incidents.provoke("a rank raises", raises, within=60)  # on a busy machine too; how fast it is, the ranks' tests say
+    assert capsys.readouterr().out.startswith("RankError: rank 1 raised ZeroDivisionError: division by zero\n")
+    assert 0 < incidents.happened["a rank raises"].seconds < 60
+    assert incidents.errors["a rank raises"].first.rank == 1
+    assert incidents.figure().alt_text == (
+        "Figure: seconds until each failure was reported, and its bound: a rank raises (60 s); each one came within "
+        "its bound.")
+
+
+def test_ranks_that_an_incident_has_ended_are_back_before_the_next_one_is_timed(pool, monkeypatch):
+    incidents, run, seen = lesson.Incidents(pool), RankPool.run, []
+
+    def watched(self, fn, **more):
+        seen.append((fn, None in self.pids, more.get("timeout")))
+        return run(self, fn, **more)
+
+    incidents.provoke("a rank dies", lambda: os._exit(3) if rank() else None, within=60)
+    monkeypatch.setattr(RankPool, "run", watched)
+    incidents.provoke("a rank raises", raises, within=60, timeout=50)
+    assert seen == [(rank, True, None), (raises, False, 50)]
+
+
+def test_what_does_not_fail_is_no_incident(pool, monkeypatch):
+    incidents = lesson.Incidents(pool)
+    with pytest.raises(show.ShowError, match="nothing: this was to fail on the ranks, and what came was None"):
+        incidents.provoke("nothing", rank, within=1)
+    monkeypatch.setattr(RankPool, "run", lambda self, fn, **more: fn is rank or 1 / 0)
+    with pytest.raises(show.ShowError, match=r"what came was ZeroDivisionError\('division by zero'\)"):
+        incidents.provoke("nothing", raises, within=1)
+    assert not incidents.happened
+
+
+def test_a_report_that_comes_too_late_is_named(pool):
+    incidents = lesson.Incidents(pool)
+    incidents.happened = {"slow": Incident(RankError("x"), 2.0, 1.5), "quick": Incident(RankError("x"), 0.5, 1.0)}
+    figure = incidents.figure("How late")
+    assert figure.alt_text.endswith("slow (1.5 s), quick (1 s); too late: slow.")
+    assert figure.get_suptitle() == "How late"
+    ax = figure.axes[0]
+    marks = {(line.get_marker(), to_hex(line.get_color()), *(float(at[0]) for at in line.get_data()))
+             for line in ax.get_lines() if len(line.get_xdata()) == 1}
+    assert marks == {("X", "#d55e00", 2.0, 0.0), ("o", "#009e73", 0.5, 1.0)}
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["slow", "quick"] and ax.get_ylim()[0] > 1
+    said = {text.get_text().partition("\n")[0]: text.xy for text in ax.texts}
+    assert said["2.0 s"] == (2.0, 0) and said["500 ms"] == (0.5, 1) and said["bound"][0] == 1.5
+    incidents.happened["at once"] = Incident(RankError("x"), 0.0004, 0.0004)
+    figure = incidents.figure()
+    assert {text.get_text(): text.xy for text in figure.axes[0].texts}["0 ms"] == (0.002, 2), "inside the picture"
+    assert figure.alt_text.endswith("too late: slow."), "at its bound it is in time"
+    assert 2 < figure.axes[0].get_xlim()[1] < 120
+
+
+def test_nothing_to_draw_yet(pool):
+    with pytest.raises(show.ShowError, match="nothing has happened yet"):
+        lesson.Incidents(pool).figure()
+
+
+def test_what_is_left_behind_is_counted_and_marked(pool):
+    incidents = lesson.Incidents(pool)
+    assert "✗" not in str(incidents.left_behind())
+    with RankPool(1):
+        more = str(incidents.left_behind())
+    assert more.count("✗") == 3, more  # a process, a folder, a file
+    assert "✗" not in str(incidents.left_behind())
+
+
+def test_a_process_that_has_ended_is_not_left_behind(pool):
+    incidents = lesson.Incidents(pool)
+    ended = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # it has, and nobody has asked for its exit code
+    assert "✗" not in str(incidents.left_behind())
+    ended.wait()
+
+
+def test_an_exception_is_caught_and_none_is_none():
+    assert isinstance(lesson.caught(int, "x"), ValueError)
+    assert lesson.caught(int, "1") is None
+    assert isinstance(lesson.caught(sorted, [1], key=5), TypeError), "names go with it"
+
+
+def test_the_text_of_an_error_is_the_same_whatever_the_cells_number(monkeypatch):
+    """nbval runs every cell as In[1]; columns must not be wider for In[17]."""
+    def text(number):
+        monkeypatch.setattr(errors, "file_label", lambda file: f"cell In[{number}]" if file == "a cell" else file)
+        log = [OpRecord(1, "barrier", (), "None", 0, "a cell", 5, False)], [OpRecord(1, "barrier", (), "None", 0,
+                                                                                     "b.py", 6, True)]
+        cause = Cause(0, "waiting", f"waits in barrier at cell In[{number}], line 5", [Frame("a cell", 5, "f")])
+        return lesson.error_text(RankError(f"rank 0 {cause.text}", [cause, Cause(1, "returned", "returned")], log,
+                                     ["A note."]))
+
+    assert text(1) == text(17)
+    assert text(3).splitlines() == [
+        "RankError: rank 0 waits in barrier at line 5", "  line 5, in f", "rank 1 returned", "",
+        "collectives of this run, the same operations on all ranks:",
+        "      rank 0                    rank 1", "  #1  barrier @ line 5 (waits)  barrier @ b.py, line 6", "A note."]
+    assert lesson.error_text(ValueError("x")) == "ValueError: x"
+    long = "word " * 30 + "end"
+    first, second, code = lesson.error_text(ValueError(f"{long}\n    {long}")).splitlines()
+    assert code == f"    {long}" and first.startswith("ValueError: word") and second.strip().endswith("end")
+
+
+def test_the_line_shown_is_the_one_that_the_file_has_now(tmp_path):
+    file = tmp_path / "mine.py"
+    for line in ("before = 1", "afterwards = 22"):
+        file.write_text(line + "\n")
+        assert errors.source_lines([Frame(str(file), 1, "f")])[-1] == f"    {line}"

@@ -1,0 +1,95 @@
+"""What an answer is tried with in the engine: the prompt's ids, and one sequence a step at a time."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from course import lesson
+from course.judge.own_engine import Stepper
+from course.judge.toy_checkpoint import ToySource
+from course.judge.verdict import ExerciseError, Setting
+from tplab import SamplingParams
+
+
+@pytest.mark.parametrize("at_least, ids", [(1, [7, 8, 9]), (3, [7, 8, 9]), (5, [7, 8, 9, 7, 8]), (6, [7, 8, 9] * 2)])
+def test_a_prompt_is_whole_and_begins_again_until_it_is_long_enough(at_least, ids):
+    assert Setting(prompt=[7, 8, 9]).ids(at_least) == ids
+
+
+@pytest.mark.parametrize("new_ids, positions, says", [
+    ([4], [2], "next is position 3"), ([5], [3], "asked for tokens [5] at positions [3]"), ([], [], "next is position"),
+    ([3, 4], [2, 3], "next is position 3"), ([4], 3, "step takes two lists, positions is int"),
+    (None, [3], "step takes two lists, new_ids is NoneType"), (["four"], [3], "invalid literal for int"),
+    ([4], [3], "")])
+def test_a_step_goes_on_with_the_token_that_was_drawn_where_it_belongs(new_ids, positions, says):
+    drawn = iter([[4], [], [6]])  # a step that draws nothing is followed by another one
+    llm = SimpleNamespace(add_request=lambda ids, params: asked.append((ids, params)),
+                          step=lambda: [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[9, token])])
+                                        for token in next(drawn)])
+    asked, step = [], Stepper(llm, 9)
+    assert step([1, 2, 3], range(3)) == 4 and copy.deepcopy(step) is step
+    assert asked == [([1, 2, 3], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))]
+    if not says:
+        assert step(new_ids, positions) == 6 and len(asked) == 1
+        return
+    with pytest.raises(ValueError) as refused:
+        step(new_ids, positions)
+    assert says in str(refused.value)
+
+
+def test_a_prompt_begins_at_the_first_position_and_what_was_computed_is_counted():
+    steps = [SimpleNamespace(tokens=tokens) for tokens in ({"a": 3}, {"a": 1, "b": 2})]
+    step = Stepper(SimpleNamespace(scheduler=SimpleNamespace(history=steps)), 9)
+    assert step.computed == 6
+    with pytest.raises(ValueError, match=r"tokens \[1, 2, 3, 4\] at positions \[1, 2, 3, 4\]; next is position 0"):
+        step(range(1, 6), range(1, 6))
+
+
+@pytest.mark.parametrize("prompt, prompts", [([7, 8, 9, 10, 11], [[7, 8, 9, 10, 11], [7, 8], [9, 10, 11]]),
+                                             ([7], [[7], [7], [7]])])
+def test_a_reference_is_of_three_prompts_however_short_the_first(prompt, prompts, monkeypatch):
+    monkeypatch.setattr("course.judge.verdict.hf_greedy", lambda ckpt, *given: (ckpt.name, *given))
+    asked, written = Setting(prompt=prompt, dtype="float64").reference(5)
+    assert asked == prompts and written == [("fable", one, 5, "float64") for one in prompts]
+
+
+def test_a_checkpoint_is_opened_once_or_taken_as_it_is():
+    setting = Setting()
+    assert setting.checkpoint is setting.checkpoint and setting.checkpoint.name == "fable"
+    assert Setting(model=setting.checkpoint).checkpoint is setting.checkpoint
+    assert Setting(prompt="Once").ids() == setting.checkpoint.tokenizer()("Once").input_ids
+
+
+def test_an_answer_to_no_exercise_is_refused_by_name():
+    def my_guess():
+        pass
+
+    with pytest.raises(ExerciseError, match="no exercise 'my_guess'; there are mask_scores, .* with name="):
+        lesson.judge(my_guess)
+
+
+@pytest.mark.parametrize("index, says", [
+    (3, "slices a:b without a step, not by 3"), (slice(0, 4, 2), r"not by slice\(0, 4, 2\)"),
+    (slice(-2, None), r"\[-2:5\] along dim 0"),
+    (slice(0, 6), "source\\[0:6\\] along dim 0 is outside 0:5"), (slice(3, 2), "is outside 0:5"),
+    ((slice(None), slice(0, 4)), "source\\[0:4\\] along dim 1 is outside 0:3"),
+    ((slice(None),) * 3, "has 2 dimensions, 3 slices were asked for")])
+def test_a_source_is_read_by_slices_inside_it(index, says):
+    source = ToySource(torch.arange(15.0).view(5, 3))
+    with pytest.raises(IndexError, match=says):
+        source[index]
+    assert source.taken == 0
+
+
+def test_a_source_counts_what_is_read_and_lends_nothing():
+    data = torch.arange(15.0).view(5, 3)
+    source = ToySource(data)
+    for index in (slice(1, 5), slice(2, 2), slice(None, None, 1), (slice(0, 5), slice(1, None)), ()):
+        before, piece = source.taken, source[index]
+        assert piece.equal(data[index]) and source.taken - before == piece.nbytes
+        piece += 1
+    assert data.equal(torch.arange(15.0).view(5, 3)) and source.shape == (5, 3) and source.dtype == torch.float32
+    with pytest.raises(AttributeError, match="no .narrow: nothing of it is read yet"):
+        source.narrow(0, 0, 1)

@@ -1,9 +1,0 @@
-"""``python -m tplab bench``: tplab and its peers, alternately, in one run; medians and ratios.
-
-On a busy machine, milliseconds say little and ratios say something. So in every round all contestants run one after the
-other, each in processes of its own, which are stopped while the others run.
-"""
-
-from tplab.bench.run import BenchError, bench
-
-__all__ = ["BenchError", "bench"]
