@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from tplab.align import errors, facts
-from tplab.align.diagnosis import Diagnosis
+from tplab.align.diagnosis import Diagnosis, sentence_of
 from tplab.align.fit import GuiltyPoint
 from tplab.align.report import AlignReport
 from tplab.errors import TplabError
@@ -102,6 +102,7 @@ def _error_chain(error: TplabError) -> list[TplabError]:
 
 def _rounding(report: AlignReport) -> Diagnosis:
     point, worst = report.first_divergence, max(diff.relative for diff in report.local.values())
-    return Diagnosis(None, f"Most likely rounding. At {point.name}, the difference is {point.relative:.0e} of the scale; "
-                     f"no module is off by more than {worst:.0e} of what it should make of its own inputs.", point.name,
+    evidence = (f"the difference is {point.relative:.0e} of the scale, and no module is off by more than {worst:.0e} of "
+                "what its own inputs give")
+    return Diagnosis(None, sentence_of("most likely rounding", evidence, point.name), point.name,
                      {"relative": point.relative})

@@ -1,7 +1,7 @@
 """``GuiltyPoint``: which bug makes of a run's own inputs what the run has at one point?"""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -39,25 +39,24 @@ class GuiltyPoint:
     def __init__(self, report: AlignReport, name: str):
         judge = report.judge
         self.report, self.name, self.judge, self.ranks = report, name, judge, report.local[name].guilty
-        self.short, self.layer = name.rpartition(".")[2], layer_of(name)
+        self.short, self.layer = _short(name), layer_of(name)
         self.held = {rank: judge.held(name, rank) for rank in judge.judged_ranks(name)}
         self.right = {rank: judge.expected(name, rank) for rank in self.held}
         limits = {rank: judge.tolerance(name, rank) for rank in self.held}
         off = {rank: by_row(x, self.right[rank]) for rank, x in self.held.items()}
         self.wrong: Rows = {rank: ~(off[rank] <= limits[rank]) for rank in self.held}
         self.finite: Rows = {rank: x.flatten(1).isfinite().all(1) for rank, x in self.held.items()}
-        self.off = max(off[rank][self.wrong[rank]].max().item() for rank in self.ranks)
-        self.limit = max(limits.values())
-        self.tolerance = min((2 if report.dtype in SHORT else 3) * self.limit, self.off / 4)
+        self.off, self.limit = off, max(limits.values())
+        most = max(off[rank][self.wrong[rank]].max().item() for rank in self.ranks)
+        self.tolerance = min((2 if report.dtype in SHORT else 3) * self.limit, most / 4)
         self.places = report.recording.logit_places if name == "logits" else report.recording.places
         keys = dict(zip(report.recording.places, report.recording.num_keys))
         several = {(s, keys[s, p]) for s, p in self.places if keys.get((s, p - 1)) == keys[s, p]}
         self.decoded = torch.tensor([p > 0 and keys[s, p] == p + 1 and (s, keys[s, p]) not in several
                                      for s, p in self.places])
         # The operations between the recorded points before it and this one.
-        between = [name, *unseen_before(name, report.recording, report.checkpoint)]
-        self.ops = {POINTS[point.rpartition(".")[2]].op for point in between}
-        self.shorts = {point.rpartition(".")[2] for point in between}
+        self.shorts = {*map(_short, [name, *unseen_before(name, report.recording, report.checkpoint)])}
+        self.ops = {POINTS[short].op for short in self.shorts}
         self._guesses: dict[tuple[Patch, ...], dict[int, torch.Tensor] | None] = {}
 
     def diagnoses(self, explained: list[Bug], known_only: bool = False) -> list[Diagnosis]:
@@ -94,11 +93,10 @@ class GuiltyPoint:
         explained += [fit.bug for fit in fits if fit.bug not in explained]
         names = dict.fromkeys(fit.bug.name for fit in fits if fit.gap <= 2 * least + self.limit)
         ranks = getattr(best.bug, "ranks", ()) or (() if {*self.held} <= {*self.ranks} else tuple(self.ranks))
-        return Diagnosis(
-            best.bug.name, sentence_of(best.bug.title, self._evidence(wrong) + "; so does the lab's engine with this bug",
-                                       self.name, best.scope, ranks),
-            self.name, {"off": self.off, "left": best.gap}, tuple(n for n in names if n != best.bug.name),
-            scope=best.scope, ranks=ranks)
+        evidence = f"{self._evidence(wrong)}; so do those of the lab's engine with this bug"
+        return Diagnosis(best.bug.name, sentence_of(best.bug.title, evidence, self.name, best.scope, ranks), self.name,
+                         {"off": self._most(wrong), "left": best.gap}, tuple(n for n in names if n != best.bug.name),
+                         scope=best.scope, ranks=ranks)
 
     def _asked(self, explained: list[Bug], known_only: bool) -> Iterable[list[Bug]]:
         """The bugs to be asked, in groups: those that explained other points; the museum's that first show here; what
@@ -107,18 +105,22 @@ class GuiltyPoint:
         if known_only:
             return
         faults = [bug for bug in self.judge.bugs if isinstance(bug, Fault)]
-        nearest = [bug for bug in faults if bug.first_point.rpartition(".")[2] in self.shorts]
+        nearest = [bug for bug in faults if _short(bug.first_point) in self.shorts]
         yield [bug for bug in nearest if bug not in explained]
         if self.short in self.judge.unexplained:
             return  # the same point of an earlier layer was not explained either
         yield list(read_off(self))
-        yield [bug for bug in faults if bug not in nearest and POINTS[bug.first_point.rpartition(".")[2]].op in self.ops]
-        probes = [bug for bug in self.judge.bugs if isinstance(bug, Probe) and self.ops & {*bug.ops}]
+        yield [bug for bug in faults if bug not in nearest and self._can_show(bug)]
+        probes = [bug for bug in self.judge.bugs if isinstance(bug, Probe) and self._can_show(bug)]
         yield probes
         yield list(stale_row(self))
         summands = {short for short in self.shorts if layout(short) == "partial" or short == "embed"} - {self.short}
         if len(self.judge.stage(self.name)) > 1 and (summands or self.short == "embed"):
             yield [on_rank(bug, rank) for rank in self.judge.stage(self.name) for bug in [*nearest, *probes]]
+
+    def _can_show(self, bug: Fault | Probe) -> bool:
+        """Whether it changes an operation between the recorded points before this one and this one."""
+        return bool(self.ops & ({*bug.ops} if isinstance(bug, Probe) else {POINTS[_short(bug.first_point)].op}))
 
     def _fit(self, bug: Bug, wrong: Rows) -> Fit | None:
         guess = self._guess(bug)
@@ -179,36 +181,36 @@ class GuiltyPoint:
         return next((words for words, rows in kinds if torch.equal(shown & rows, here)),
                     f"in {int(here.sum())} of {len(here)} rows, the first at position {first}")
 
+    def _most(self, wrong: Rows) -> float:
+        """The largest difference in these rows, relative to a row's largest value; infinite for NaN alone."""
+        rows = {rank: wrong[rank] & self.finite[rank] for rank in self.ranks}
+        return max((self.off[rank][rows[rank]].max().item() for rank in self.ranks if rows[rank].any()),
+                   default=float("inf"))
+
     def _evidence(self, wrong: Rows) -> str:
         """The line of numbers: how many rows are wrong, and by how much."""
-        rows = torch.stack([wrong[rank] for rank in self.ranks]).any(0)
-        lost = torch.stack([wrong[rank] & ~self.finite[rank] for rank in self.ranks]).any(0)
-        if lost.any():
-            return f"{int(lost.sum())} of {len(rows)} rows hold NaN or infinity that their inputs do not hold"
-        return (f"{int(rows.sum())} of {len(rows)} rows differ from what their inputs give, by up to {self.off:.0e} of a "
-                "row's largest value")
+        rows, most = torch.stack([wrong[rank] for rank in self.ranks]).any(0), self._most(wrong)
+        count = f"{int(rows.sum())} of {len(rows)} rows"
+        if most == float("inf"):
+            return f"{count} hold NaN or infinity that their inputs do not hold"
+        return f"{count} differ from what their inputs give, by up to {most:.0e} of a row's largest value"
 
     def unknown(self, wrong: Rows) -> Diagnosis:
         """A diagnosis without a name: the rows, their difference, and what was ruled out."""
-        unseen = ", ".join(sorted(self.shorts - {self.short}))
-        here = torch.stack([wrong[rank] for rank in self.ranks]).any(0)
-        scope = self._scope({rank: torch.ones_like(w) for rank, w in wrong.items()}, wrong) if not here.all() else ""
+        everywhere = {rank: torch.ones_like(rows) for rank, rows in wrong.items()}
+        rows = torch.stack([wrong[rank] for rank in self.ranks]).any(0)
+        scope = "" if rows.all() else self._scope(everywhere, wrong)
         ranks = () if {*self.held} <= {*self.ranks} else tuple(self.ranks)
-        asked = dict.fromkeys(bug.name for bug in self.judge.bugs if isinstance(bug, Probe) and self.ops & {*bug.ops}
-                              or isinstance(bug, Fault) and POINTS[bug.first_point.rpartition(".")[2]].op in self.ops)
-        through = f", through {unseen}, which {'was' if unseen.count(',') == 0 else 'were'} not recorded" * bool(unseen)
-        return Diagnosis(None, sentence_of("unknown cause", f"{self._evidence(wrong)}{through}", self.name, scope, ranks)
-                         + f" Looked for and not found: {', '.join(asked)}.", self.name, {"off": self.off},
-                         scope=scope, ranks=ranks)
+        evidence = self._evidence(wrong)
+        if unseen := sorted(self.shorts - {self.short}):
+            evidence += f"; {', '.join(unseen)} before it {'was' if len(unseen) == 1 else 'were'} not recorded"
+        asked = dict.fromkeys(bug.name for bug in self.judge.bugs if self._can_show(bug))
+        return Diagnosis(None, f"{sentence_of('unknown cause', evidence, self.name, scope, ranks)} Looked for and not "
+                         f"found: {', '.join(asked)}.", self.name, {"off": self._most(wrong)}, scope=scope, ranks=ranks)
 
 
-def on_rank(bug: Fault | Probe, rank: int) -> Probe:
-    """The same bug on one rank alone."""
-    def gated(patch: Patch) -> Patch:
-        def wrong(*args, **options):
-            return (patch.replacement if this_rank() == rank else original(patch.target))(*args, **options)
-        return Patch(patch.target, wrong)
-    return OnRank(bug.name, bug.title, tuple(map(gated, bug.patches)), (), (rank,))
+def _short(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 @dataclass(frozen=True)
@@ -216,3 +218,12 @@ class OnRank(Probe):
     """A bug on some ranks alone."""
 
     ranks: tuple[int, ...] = ()
+
+
+def on_rank(bug: Fault | Probe, rank: int) -> OnRank:
+    """The same bug on one rank alone."""
+    def gated(patch: Patch) -> Patch:
+        def wrong(*args, **options):
+            return (patch.replacement if this_rank() == rank else original(patch.target))(*args, **options)
+        return Patch(patch.target, wrong)
+    return OnRank(bug.name, bug.title, tuple(map(gated, bug.patches)), (), (rank,))

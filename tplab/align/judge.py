@@ -7,11 +7,11 @@ import torch
 from tplab.align.floors import SHORT
 from tplab.align.gather import whole_point
 from tplab.align.guilty import Judge, LocalDiff, recorded_points
-from tplab.align.tensors import Weights
 from tplab.align.points import POINTS
 from tplab.align.recording import Recording
 from tplab.align.reference import hf_model, hf_trace
 from tplab.align.report import AlignReport, Evidence, PointDiff, compare, internal_error
+from tplab.align.tensors import Weights
 from tplab.checkpoint import Checkpoint
 from tplab.errors import TplabError
 from tplab.patch import Patch

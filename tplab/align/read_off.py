@@ -36,8 +36,8 @@ def read_off(point: "GuiltyPoint") -> Iterator[ReadOff]:
     if "rope" in point.ops and point.short in ("q_rope", "k_rope") and (used := _positions(point)) is not None:
         row = next((r for r, (u, (_, p)) in enumerate(zip(used, point.places)) if u != p), None)
         if row is not None:
-            yield ReadOff("rope_positions", f"positions are not right: the token at {point.places[row][1]} is turned as "
-                          f"if it stood at {used[row]}", lambda other: _turned(other, used))
+            yield ReadOff("rope_positions", f"positions are not right: the token at {point.places[row][1]} is turned "
+                          f"as if it stood at {used[row]}", lambda other: _turned(other, used))
 
 
 def _rounded(dtype: torch.dtype) -> Callable:
@@ -117,8 +117,9 @@ def stale_row(point: "GuiltyPoint") -> Iterator[ReadOff]:
     gap, p, other = min(found, default=(float("inf"), 0, 0))
     if gap > 3 * point.tolerance:
         return
-    what = "nothing" if other == len(k) - 1 else "the key and value of token {1} of sequence {0}".format(*point.places[other])
-    slot = other if other < len(k) - 1 else calls.right.num_blocks - 1
-    yield ReadOff("cache_row_stale", f"row {p} of sequence {s}'s cache holds {what}: it was not written, or written over",
-                  lambda it: {r: made[it.name] for r, made in judge.misread(it.name, s, p, slot).items()}
-                  if it.short == "attn" else None)
+    slot, what = calls.right.num_blocks - 1, "nothing"
+    if other < len(k) - 1:
+        slot, what = other, "the key and value of token {1} of sequence {0}".format(*point.places[other])
+    yield ReadOff("cache_row_stale", f"row {p} of sequence {s}'s cache holds {what}: it was not written, or it was "
+                  "written over", lambda here: None if here.short != "attn" else {
+                      rank: made[here.name] for rank, made in judge.misread(here.name, s, p, slot).items()})

@@ -12,7 +12,7 @@ _MASK = "model.attention.causal_mask cache.paged.causal_mask"
 
 # The mask.
 
-@probe("mask_off_by_one", "attention", _MASK, "the mask's diagonal is off by {:+}", (1, -1))
+@probe("mask_off_by_one", "attention", _MASK, "the mask's diagonal is off by {:+}", each=(1, -1))
 def _(shift):
     def wrong(positions, keys):
         first = (torch.arange(keys) == 0) & (positions[..., None] + shift < 0)  # a row sees one key at least
@@ -20,72 +20,50 @@ def _(shift):
     return wrong
 
 
-@probe("mask_of_another_row", "attention", _MASK, "all rows of a batch have the mask of its first one")
-def _(_):
-    return lambda positions, keys: causal_mask(positions[:1].expand_as(positions), keys)
+probe("mask_of_another_row", "attention", _MASK, "all rows of a batch have the mask of its first one",
+      lambda positions, keys: causal_mask(positions[:1].expand_as(positions), keys))
 
+probe("mask_misused", "attention", _SCORES, "the mask is added as {}, where it must hide",
+      lambda value: lambda scores, mask: scores + mask.to(scores.dtype) * value, each=(1.0, -1.0))
 
-@probe("mask_misused", "attention", _SCORES, "the mask is added as {}, where it must hide", (1.0, -1.0))
-def _(value):
-    return lambda scores, mask: scores + mask.to(scores.dtype) * value
+probe("mask_misused", "attention", _SCORES, "the mask is multiplied with the scores, where it must hide",
+      lambda scores, mask: scores * ~mask)
 
+probe("mask_inverted", "attention", _SCORES, "the mask is the wrong way round",
+      lambda scores, mask: mask_scores(scores, ~mask))
 
-@probe("mask_misused", "attention", _SCORES, "the mask is multiplied with the scores, where it must hide")
-def _(_):
-    return lambda scores, mask: scores * ~mask
+probe("mask_without_past", "attention", _MASK, "the mask begins at the first key, not behind the cached ones",
+      lambda positions, keys: causal_mask(positions - positions[:, :1], keys))
 
+probe("cache_not_read", "attention", _MASK, "tokens see their own call alone",
+      lambda positions, keys: causal_mask(positions, keys) | (
+          torch.arange(keys) < positions[:, :1, None])[:, None])
 
-@probe("mask_inverted", "attention", _SCORES, "the mask is the wrong way round")
-def _(_):
-    return lambda scores, mask: mask_scores(scores, ~mask)
+probe("sliding_window", "attention", _MASK, "each token sees the last {} tokens alone",
+      lambda size: lambda positions, keys: causal_mask(positions, keys) | (
+          torch.arange(keys) <= positions[..., None] - size)[:, None],
+      each=lambda config: (*range(2, 17), 20, 24, 32, 48, 64, 128, 256, 512, 1024) if not any(config.windows) else ())
 
+probe("sliding_window", "attention", "model.attention.within_window", "the window is off by {:+}",
+      lambda more: lambda mask, window: within_window(mask, window + more), each=(-1, 1))
 
-@probe("mask_without_past", "attention", _MASK, "the mask begins at the first key, not behind the cached ones")
-def _(_):
-    return lambda positions, keys: causal_mask(positions - positions[:, :1], keys)
+probe("sliding_window", "attention", "model.attention.within_window", "the window is ignored",
+      lambda mask, window: mask)
 
-
-@probe("cache_not_read", "attention", _MASK, "tokens see their own call alone")
-def _(_):
-    return lambda positions, keys: causal_mask(positions, keys) | (
-        torch.arange(keys) < positions[:, :1, None])[:, None]
-
-
-@probe("sliding_window", "attention", _MASK, "each token sees the last {} tokens alone", lambda config: (
-    *range(2, 17), 20, 24, 32, 48, 64, 128, 256, 512, 1024) if not any(config.windows) else ())
-def _(size):
-    return lambda positions, keys: causal_mask(positions, keys) | (
-        torch.arange(keys) <= positions[..., None] - size)[:, None]
-
-
-@probe("sliding_window", "attention", "model.attention.within_window", "the window is off by {:+}", (-1, 1))
-def _(more):
-    return lambda mask, window: within_window(mask, window + more)
-
-
-@probe("sliding_window", "attention", "model.attention.within_window", "the window is ignored")
-def _(_):
-    return lambda mask, window: mask
-
-
-@probe("cross_sequence_attention", "attention", _ALL, "the sequences of a call see each other")
-def _(_):
-    return lambda self, q, k, v, context: was(_ALL)(
-        self, q, k, v, NoCache([len(q)]) if isinstance(context, NoCache) else context)
+probe("cross_sequence_attention", "attention", _ALL, "the sequences of a call see each other",
+      lambda self, q, k, v, context: was(_ALL)(
+          self, q, k, v, NoCache([len(q)]) if isinstance(context, NoCache) else context))
 
 
 # The scores and their softmax.
 
-@probe("softmax_scale", "attention", _ATTEND, "scores are multiplied by {:.4g}, not by the model's scale", lambda config: (
-    1.0, 1 / config.head_dim, config.head_dim ** 0.5, config.head_dim ** -0.5, config.hidden_size ** -0.5,
-    config.num_heads ** -0.5))
-def _(scale):
-    return lambda q, k, v, mask, scaling, **options: was(_ATTEND)(q, k, v, mask, scale, **options)
+probe("softmax_scale", "attention", _ATTEND, "scores are multiplied by {:.4g}, not by the model's scale",
+      lambda scale: lambda q, k, v, mask, scaling, **options: was(_ATTEND)(q, k, v, mask, scale, **options),
+      each=lambda config: (1.0, 1 / config.head_dim, config.head_dim ** 0.5, config.head_dim ** -0.5,
+                           config.hidden_size ** -0.5, config.num_heads ** -0.5))
 
-
-@probe("softmax_scale", "attention", _ATTEND, "the weights are scaled, not the scores")
-def _(_):
-    return lambda q, k, v, mask, scaling, **options: scaling * was(_ATTEND)(q, k, v, mask, 1.0, **options)
+probe("softmax_scale", "attention", _ATTEND, "the weights are scaled, not the scores",
+      lambda q, k, v, mask, scaling, **options: scaling * was(_ATTEND)(q, k, v, mask, 1.0, **options))
 
 
 def _weighted(weights):
@@ -97,61 +75,44 @@ def _weighted(weights):
     return wrong
 
 
-@probe("mask_misused", "attention", _ATTEND, "the mask is applied behind the softmax")
-def _(_):
-    return _weighted(lambda scores, mask: torch.softmax(scores, -1) * ~mask)
+probe("mask_misused", "attention", _ATTEND, "the mask is applied behind the softmax",
+      _weighted(lambda scores, mask: torch.softmax(scores, -1) * ~mask))
 
+probe("softmax_missing", "attention", _ATTEND, "the scores are the weights, without a softmax",
+      _weighted(lambda scores, mask: scores * ~mask))
 
-@probe("softmax_missing", "attention", _ATTEND, "the scores are the weights, without a softmax")
-def _(_):
-    return _weighted(lambda scores, mask: scores * ~mask)
+probe("softmax_dim", "attention", _ATTEND, "the softmax runs over the queries, not over the keys",
+      _weighted(lambda scores, mask: torch.softmax(mask_scores(scores, mask), -2)))
 
+probe("softmax_dtype", "attention", _SOFTMAX, "the softmax is computed in {}",
+      lambda dtype: lambda scores: torch.softmax(scores.to(dtype), -1).to(scores.dtype),
+      each=(torch.bfloat16, torch.float16))
 
-@probe("softmax_dim", "attention", _ATTEND, "the softmax runs over the queries, not over the keys")
-def _(_):
-    return _weighted(lambda scores, mask: torch.softmax(mask_scores(scores, mask), -2))
+probe("sinks_missing", "attention", "model.attention.softmax_with_sinks", "the sinks are left out",
+      lambda scores, sinks: torch.softmax(scores, -1), needs=lambda config: config.sinks)
 
-
-@probe("softmax_dtype", "attention", _SOFTMAX, "the softmax is computed in {}", (torch.bfloat16, torch.float16))
-def _(dtype):
-    return lambda scores: torch.softmax(scores.to(dtype), -1).to(scores.dtype)
-
-
-@probe("sinks_missing", "attention", "model.attention.softmax_with_sinks", "the sinks are left out",
-       lambda config: (None,) * bool(config.sinks))
-def _(_):
-    return lambda scores, sinks: torch.softmax(scores, -1)
-
-
-@probe("scores_uncapped", "attention", "model.attention.soft_cap", "scores are not capped",
-       lambda config: (None,) * (config.attn_logit_softcapping is not None))
-def _(_):
-    return lambda x, cap: x
+probe("scores_uncapped", "attention", "model.attention.soft_cap", "scores are not capped",
+      lambda x, cap: x, needs=lambda config: config.attn_logit_softcapping is not None)
 
 
 # Queries, keys and values.
 
-@probe("keys_for_values", "attention", _ATTEND, "the keys stand where the values should")
-def _(_):
-    return lambda q, k, v, mask, scaling, **options: was(_ATTEND)(q, k, k, mask, scaling, **options)
+probe("keys_for_values", "attention", _ATTEND, "the keys stand where the values should",
+      lambda q, k, v, mask, scaling, **options: was(_ATTEND)(q, k, k, mask, scaling, **options))
 
-
-@probe("attention_missing", "attention", _ATTEND, "attention returns {}", ("its queries", "zeros"))
-def _(what):
-    return lambda q, k, v, mask, scaling, **options: q * (what == "its queries")
+probe("attention_missing", "attention", _ATTEND, "attention returns {}",
+      lambda what: lambda q, k, v, mask, scaling, **options: q * (what == "its queries"), each=("its queries", "zeros"))
 
 
 @probe("heads_not_transposed", "attention", _ALL, "heads and tokens of the output are viewed as each other")
-def _(_):
-    def wrong(self, q, k, v, context):
-        counts = [part[0] if isinstance(part, tuple) else part for part in context.lengths]
-        parts = was(_ALL)(self, q, k, v, context).split(counts)
-        return torch.cat([part.transpose(0, 1).reshape(part.shape) for part in parts])
-    return wrong
+def _(self, q, k, v, context):
+    counts = [part[0] if isinstance(part, tuple) else part for part in context.lengths]
+    parts = was(_ALL)(self, q, k, v, context).split(counts)
+    return torch.cat([part.transpose(0, 1).reshape(part.shape) for part in parts])
 
 
 @probe("query_to_kv", "attention", _ATTEND, "query heads read the {} of KV head h modulo the number of KV heads",
-       ("keys and values", "keys", "values"))
+       each=("keys and values", "keys", "values"))
 def _(which):
     def wrong(q, k, v, mask, scaling, **options):
         group = q.shape[1] // k.shape[1]
@@ -161,32 +122,27 @@ def _(which):
     return wrong
 
 
-@probe("query_to_kv", "attention", _ATTEND, "all query heads of a rank read its first KV head")
-def _(_):
-    return lambda q, k, v, mask, scaling, **options: was(_ATTEND)(q, k[:, :1], v[:, :1], mask, scaling, **options)
+probe("query_to_kv", "attention", _ATTEND, "all query heads of a rank read its first KV head",
+      lambda q, k, v, mask, scaling, **options: was(_ATTEND)(q, k[:, :1], v[:, :1], mask, scaling, **options))
 
 
 @probe("rope_on_values", "attention", "model.attention.TensorParallelAttention.forward", "values are turned, too")
-def _(_):
-    def wrong(self, x, cos, sin, context):
-        def turned(layer, k, v):
-            return right(layer, k, self.apply_rope(v, v, cos, sin)[0])
-        right, context.batches = context.batches, turned
-        try:
-            return was("model.attention.TensorParallelAttention.forward")(self, x, cos, sin, context)
-        finally:
-            del context.batches
-    return wrong
+def _(self, x, cos, sin, context):
+    def turned(layer, k, v):
+        return right(layer, k, self.apply_rope(v, v, cos, sin)[0])
+    right, context.batches = context.batches, turned
+    try:
+        return was("model.attention.TensorParallelAttention.forward")(self, x, cos, sin, context)
+    finally:
+        del context.batches
 
 
 # The cache.
 
 @probe("cache_rows_lost", "attention", "cache.paged.PagedContext._batch", "the keys of decoded tokens are not kept")
-def _(_):
-    def wrong(self, indices):
-        slots, mask = was("cache.paged.PagedContext._batch")(self, indices)
-        starts, prompts = (torch.tensor(x)[:, None, None, None] for x in zip(*(
-            (self.segments[i].start, self.segments[i].prompt_length) for i in indices)))
-        keys = torch.arange(mask.shape[-1])
-        return slots, mask | (keys >= prompts) & (keys < starts)
-    return wrong
+def _(self, indices):
+    slots, mask = was("cache.paged.PagedContext._batch")(self, indices)
+    starts, prompts = (torch.tensor(x)[:, None, None, None] for x in zip(*(
+        (self.segments[i].start, self.segments[i].prompt_length) for i in indices)))
+    keys = torch.arange(mask.shape[-1])
+    return slots, mask | (keys >= prompts) & (keys < starts)

@@ -10,32 +10,23 @@ _NORM, _RMS = "model.norm.RMSNorm.forward", "model.norm.RMSNorm.inverse_rms"
 _NORMS = f"{_NORM} model.norm.WideRMSNorm.forward model.norm.GemmaRMSNorm.forward"
 _EPSILONS = (1e-6, 1e-5, 1e-3, 1e-2, 1e-8, 1e-12, 0.0)
 
+probe("norm_epsilon", "norm", _RMS, "the norm's epsilon is {:g}",
+      lambda eps: lambda self, wide: torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps), each=_EPSILONS)
 
-@probe("norm_epsilon", "norm", _RMS, "the norm's epsilon is {:g}", _EPSILONS)
-def _(eps):
-    return lambda self, wide: torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+probe("norm_epsilon", "norm", _RMS, "the norm's epsilon of {:g} is added behind the root",
+      lambda eps: lambda self, wide: 1 / (wide.pow(2).mean(-1, keepdim=True).sqrt() + eps), each=_EPSILONS[:4])
 
+probe("norm_by_deviation", "norm", _RMS, "the norm divides by the standard deviation, not by the root of the mean "
+      "square (correction {})",
+      lambda correction: lambda self, wide: torch.rsqrt(wide.var(-1, keepdim=True, correction=correction) + self.eps),
+      each=(1, 0))
 
-@probe("norm_epsilon", "norm", _RMS, "the norm's epsilon of {:g} is added behind the root", _EPSILONS[:4])
-def _(eps):
-    return lambda self, wide: 1 / (wide.pow(2).mean(-1, keepdim=True).sqrt() + eps)
+probe("norm_by_sum", "norm", _RMS, "the norm divides by the root of the sum of squares, not of their mean",
+      lambda self, wide: torch.rsqrt(wide.pow(2).sum(-1, keepdim=True) + self.eps))
 
-
-@probe("norm_by_deviation", "norm", _RMS, "the norm divides by the standard deviation, not by the root of the mean "
-       "square (correction {})", (1, 0))
-def _(correction):
-    return lambda self, wide: torch.rsqrt(wide.var(-1, keepdim=True, correction=correction) + self.eps)
-
-
-@probe("norm_by_sum", "norm", _RMS, "the norm divides by the root of the sum of squares, not of their mean")
-def _(_):
-    return lambda self, wide: torch.rsqrt(wide.pow(2).sum(-1, keepdim=True) + self.eps)
-
-
-@probe("norm_over_all_heads", "norm", _RMS, "q and k are normalised over all heads of a token together",
-       lambda config: (None,) * bool(config.qk_norm and not config.full_width_qk_norm))
-def _(_):
-    return lambda self, wide: torch.rsqrt(wide.pow(2).mean([*range(1, wide.dim())], keepdim=True) + self.eps)
+probe("norm_over_all_heads", "norm", _RMS, "q and k are normalised over all heads of a token together",
+      lambda self, wide: torch.rsqrt(wide.pow(2).mean([*range(1, wide.dim())], keepdim=True) + self.eps),
+      needs=lambda config: config.qk_norm and not config.full_width_qk_norm)
 
 
 def _changed(change):
@@ -45,44 +36,33 @@ def _changed(change):
     return wrong
 
 
-@probe("norm_weight_missing", "norm", _NORMS, "the norm does not multiply by its weight")
-def _(_):
-    return _changed(lambda self, x, factor: x * self.inverse_rms(x))
+probe("norm_weight_missing", "norm", _NORMS, "the norm does not multiply by its weight",
+      _changed(lambda self, x, factor: x * self.inverse_rms(x)))
 
+probe("norm_plus_one", "norm", _NORMS, "the norm multiplies by 1 + weight, as Gemma does",
+      _changed(lambda self, x, factor: x * self.inverse_rms(x) * (1 + factor)),
+      needs=lambda config: config.norm != "GemmaRMSNorm")
 
-@probe("norm_plus_one", "norm", _NORMS, "the norm multiplies by 1 + weight, as Gemma does",
-       lambda config: (None,) * (config.norm != "GemmaRMSNorm"))
-def _(_):
-    return _changed(lambda self, x, factor: x * self.inverse_rms(x) * (1 + factor))
+probe("layer_norm", "norm", _NORMS, "a LayerNorm stands where an RMSNorm should: the mean is subtracted",
+      _changed(lambda self, x, factor: F.layer_norm(x, x.shape[-1:], eps=self.eps) * factor))
 
+probe("norm_missing", "norm", _NORMS, "there is no norm", lambda self, x: x.clone())
 
-@probe("layer_norm", "norm", _NORMS, "a LayerNorm stands where an RMSNorm should: the mean is subtracted")
-def _(_):
-    return _changed(lambda self, x, factor: F.layer_norm(x, x.shape[-1:], eps=self.eps) * factor)
+probe("norm_missing", "norm", _NORMS, "the norm multiplies by its weight and does not normalise",
+      _changed(lambda self, x, factor: x * factor))
 
-
-@probe("norm_missing", "norm", _NORMS, "there is no norm")
-def _(_):
-    return lambda self, x: x.clone()
-
-
-@probe("norm_missing", "norm", _NORMS, "the norm multiplies by its weight and does not normalise")
-def _(_):
-    return _changed(lambda self, x, factor: x * factor)
-
-
-@probe("norm_twice", "norm", _NORMS, "it is normalised twice")
-def _(_):
-    return _changed(lambda self, x, factor: _once(self, _once(self, x, factor), factor))
 
 
 def _once(norm, x, factor):
     return x * norm.inverse_rms(x) * factor
 
 
-@probe("norm_weight_exchanged", "norm", "model.decoder.DecoderLayer.normed",
-       "the layer's two norms have each other's weight")
-def _(_):
-    other = {"input_norm": "post_attention_layernorm", "post_norm": "input_layernorm"}
-    return lambda self, name, norm, x: was("model.decoder.DecoderLayer.normed")(
-        self, name, getattr(self, other[name]) if name in other else norm, x)
+probe("norm_twice", "norm", _NORMS, "it is normalised twice",
+      _changed(lambda self, x, factor: _once(self, _once(self, x, factor), factor)))
+
+_NORMED, _OTHER = "model.decoder.DecoderLayer.normed", {"input_norm": "post_attention_layernorm",
+                                                        "post_norm": "input_layernorm"}
+
+probe("norm_weight_exchanged", "norm", _NORMED, "the layer's two norms have each other's weight",
+      lambda self, name, norm, x: was(_NORMED)(
+          self, name, getattr(self, _OTHER[name]) if name in _OTHER else norm, x))

@@ -16,45 +16,40 @@ class Probe:
     ops: tuple[str, ...]  # the operations whose result it changes, as `tplab.align.points` names them
 
 
-@dataclass(frozen=True)
-class _Family:
-    """A bug with all of its values."""
-
-    name: str
-    title: str
-    ops: tuple[str, ...]
-    target: str
-    values: Callable[[object], Iterable] | Iterable
-    make: Callable
+_PROBES: list[Callable[[object], Iterable[Probe]]] = []
 
 
-FAMILIES: list[_Family] = []
-
-
-def probe(name: str, ops: str, target: str, title: str, values: Callable[[object], Iterable] | Iterable = (None,)
-          ) -> Callable:
-    """Mark ``make(value)``, which returns what replaces ``target``.
+def probe(name: str, ops: str, target: str, title: str, wrong: Callable | None = None, *,
+          needs: Callable[[object], object] = lambda config: True,
+          each: Callable[[object], Iterable] | Iterable | None = None) -> Callable:
+    """Add a bug: a call with ``wrong``, or a decorator of it.
 
     Args:
         name: the bug's name; several probes may have one name.
         ops: the operations whose result it changes, separated by blanks.
         target: dotted names below ``tplab``, separated by blanks; each gets the replacement.
         title: what is wrong, in a few words; ``{}`` stands for the value.
-        values: those that are tried; or a function of the model's configuration that returns them.
+        wrong: the replacement; with ``each``, a function of a value that returns it.
+        needs: whether it can show, by the model's :class:`tplab.checkpoint.ModelConfig`.
+        each: the values that are tried, or a function of the configuration that returns them.
     """
-    def mark(make: Callable) -> Callable:
-        FAMILIES.append(_Family(name, title, tuple(ops.split()), target, values, make))
-        return make
-    return mark
+    if wrong is None:
+        return lambda wrong: probe(name, ops, target, title, wrong, needs=needs, each=each)
+
+    def made(config) -> Iterable[Probe]:
+        values = [None] if each is None else each(config) if callable(each) else each
+        for value in values if needs(config) else ():
+            broken = wrong if each is None else wrong(value)
+            yield Probe(name, title.format(value), tuple(Patch(f"tplab.{one}", broken) for one in target.split()),
+                        tuple(ops.split()))
+    _PROBES.append(made)
+    return wrong
 
 
 def probes(config) -> Iterable[Probe]:
-    """Every probe with every value, for the model of a :class:`tplab.checkpoint.ModelConfig`."""
-    for family in FAMILIES:
-        for value in family.values(config) if callable(family.values) else family.values:
-            wrong = family.make(value)
-            patches = tuple(Patch(f"tplab.{target}", wrong) for target in family.target.split())
-            yield Probe(family.name, family.title.format(value), patches, family.ops)
+    """Every probe with every value, for a model."""
+    for made in _PROBES:
+        yield from made(config)
 
 
 def was(target: str) -> Callable:

@@ -16,50 +16,37 @@ def _turned(change):
     return wrong
 
 
-@probe("rope_direction", "rope", _ROPE, "q and k are turned the other way round")
-def _(_):
-    return _turned(lambda right, q, k, cos, sin: right(q, k, cos, -sin))
+probe("rope_direction", "rope", _ROPE, "q and k are turned the other way round",
+      _turned(lambda right, q, k, cos, sin: right(q, k, cos, -sin)))
 
+probe("rope_twice", "rope", _ROPE, "q and k are turned twice",
+      _turned(lambda right, q, k, cos, sin: right(*right(q, k, cos, sin), cos, sin)))
 
-@probe("rope_twice", "rope", _ROPE, "q and k are turned twice")
-def _(_):
-    return _turned(lambda right, q, k, cos, sin: right(*right(q, k, cos, sin), cos, sin))
+probe("rope_terms", "rope", _ROPE, "cos and sin change places",
+      _turned(lambda right, q, k, cos, sin: right(q, k, sin, cos)))
 
-
-@probe("rope_terms", "rope", _ROPE, "cos and sin change places")
-def _(_):
-    return _turned(lambda right, q, k, cos, sin: right(q, k, sin, cos))
-
-
-@probe("rope_terms", "rope", _ROPE, "only the term with {} is there", ("cos", "sin"))
-def _(kept):
-    return _turned(lambda right, q, k, cos, sin: right(q, k, cos * (kept == "cos"), sin * (kept == "sin")))
+probe("rope_terms", "rope", _ROPE, "only the term with {} is there",
+      lambda kept: _turned(lambda right, q, k, cos, sin: right(q, k, cos * (kept == "cos"), sin * (kept == "sin"))),
+      each=("cos", "sin"))
 
 
 @probe("rope_terms", "rope", _ROPE, "the half that should be subtracted is added, so each pair is mirrored")
-def _(_):
-    def turn(x, cos, sin):
-        a, b = x.chunk(2, -1)
-        return x * cos[0, :, None] + torch.cat([b, a], -1) * sin[0, :, None]
-    return lambda self, q, k, cos, sin: (turn(q, cos, sin), turn(k, cos, sin))
+def _(self, q, k, cos, sin):
+    return tuple(x * cos[0, :, None] + x.roll(x.shape[-1] // 2, -1) * sin[0, :, None] for x in (q, k))
 
 
-@probe("rope_terms", "rope", _ROPE, "cos and sin are laid out for neighbours, and halves are turned")
-def _(_):
-    def laid_out(table):
-        return table[..., :table.shape[-1] // 2].repeat_interleave(2, -1)
-    return _turned(lambda right, q, k, cos, sin: right(q, k, laid_out(cos), laid_out(sin)))
+probe("rope_terms", "rope", _ROPE, "cos and sin are laid out for neighbours, and halves are turned",
+      _turned(lambda right, q, k, *tables: right(q, k, *(
+          table[..., :table.shape[-1] // 2].repeat_interleave(2, -1) for table in tables))))
 
 
 @probe("rope_viewed", "rope", _ROPE, "heads and tokens are viewed as each other, not transposed, for the rotation")
-def _(_):
-    def wrong(self, q, k, cos, sin):
-        turned = self.rotate(*(x.reshape(1, x.shape[1], -1, x.shape[2]) for x in (q, k)), cos, sin)
-        return tuple(y.reshape(x.shape) for x, y in zip((q, k), turned))
-    return wrong
+def _(self, q, k, cos, sin):
+    turned = self.rotate(*(x.reshape(1, x.shape[1], -1, x.shape[2]) for x in (q, k)), cos, sin)
+    return tuple(y.reshape(x.shape) for x, y in zip((q, k), turned))
 
 
-@probe("rope_partial", "rope", _ROPE, "only the first 1/{} of a head is turned", (2, 4))
+@probe("rope_partial", "rope", _ROPE, "only the first 1/{} of a head is turned", each=(2, 4))
 def _(share):
     def turn(x, cos, sin):
         size = x.shape[-1] // share
@@ -69,7 +56,7 @@ def _(share):
     return lambda self, q, k, cos, sin: (turn(q, cos, sin), turn(k, cos, sin))
 
 
-@probe("rope_partial", "rope", _ROPE, "only the first 1/{} of the pairs is turned", (2, 4))
+@probe("rope_partial", "rope", _ROPE, "only the first 1/{} of the pairs is turned", each=(2, 4))
 def _(share):
     def change(right, q, k, cos, sin):
         half = cos.shape[-1] // 2
@@ -78,18 +65,18 @@ def _(share):
     return _turned(change)
 
 
-@probe("low_precision", "rope", _ROPE, "q and k are rounded to {} before they are turned", (torch.bfloat16, torch.float16))
-def _(dtype):
-    return _turned(lambda right, q, k, cos, sin: right(q.to(dtype).to(q), k.to(dtype).to(k), cos, sin))
+probe("low_precision", "rope", _ROPE, "q and k are rounded to {} before they are turned",
+      lambda dtype: _turned(lambda right, q, k, cos, sin: right(q.to(dtype).to(q), k.to(dtype).to(k), cos, sin)),
+      each=(torch.bfloat16, torch.float16))
 
 
-@probe("rope_attention_factor", "rope", _ROPE, "cos and sin lack the scaling's attention factor",
-       lambda config: (None,) * (config.hf.rope_parameters.get("rope_type") in ("yarn", "longrope")))
-def _(_):
-    def change(right, q, k, cos, sin):
-        size = (cos[..., :1] ** 2 + sin[..., :1] ** 2).sqrt()
-        return right(q, k, cos / size, sin / size)
-    return _turned(change)
+def _unscaled(right, q, k, cos, sin):
+    size = (cos[..., :1] ** 2 + sin[..., :1] ** 2).sqrt()
+    return right(q, k, cos / size, sin / size)
+
+
+probe("rope_attention_factor", "rope", _ROPE, "cos and sin lack the scaling's attention factor", _turned(_unscaled),
+      needs=lambda config: config.hf.rope_parameters.get("rope_type") in ("yarn", "longrope"))
 
 
 # The angles.
@@ -107,29 +94,23 @@ def _angles(change):
     return wrong
 
 
-@probe("rope_theta", "rope", _ROTARY, "q and k are turned with theta {:g}", (1e4, 1e3, 1e5, 5e5, 1e6, 5e6, 1e7))
-def _(theta):
-    return _angles(lambda p, right, own: p * theta ** (-torch.arange(len(right)) / len(right)))
+probe("rope_theta", "rope", _ROTARY, "q and k are turned with theta {:g}",
+      lambda theta: _angles(lambda p, right, own: p * theta ** (-torch.arange(len(right)) / len(right))),
+      each=(1e4, 1e3, 1e5, 5e5, 1e6, 5e6, 1e7))
 
+probe("rope_theta", "rope", _ROTARY, "the exponents of theta are counted over {}, not over the rotated numbers",
+      lambda size: _angles(lambda p, right, theta: p * theta ** (-torch.arange(0, 2 * len(right), 2) / size)),
+      each=lambda config: {config.hidden_size // config.num_heads, config.head_dim, config.hidden_size})
 
-@probe("rope_theta", "rope", _ROTARY, "the exponents of theta are counted over {}, not over the rotated numbers", lambda
-       config: {config.hidden_size // config.num_heads, config.head_dim, config.hidden_size})
-def _(size):
-    return _angles(lambda p, right, theta: p * theta ** (-torch.arange(0, 2 * len(right), 2) / size))
+probe("rope_terms", "rope", _ROTARY, "the exponents of theta have the wrong sign",
+      _angles(lambda p, right, theta: p / right))
 
-
-@probe("rope_terms", "rope", _ROTARY, "the exponents of theta have the wrong sign")
-def _(_):
-    return _angles(lambda p, right, theta: p / right)
-
-
-@probe("rope_scaling", "rope", _ROTARY, "positions are divided by {:g}", (2, 4, 8, 16, 32, 0.5, 0.25, 0.125))
-def _(factor):
-    return _angles(lambda p, right, theta: p / factor * right)
+probe("rope_scaling", "rope", _ROTARY, "positions are divided by {:g}",
+      lambda factor: _angles(lambda p, right, theta: p / factor * right), each=(2, 4, 8, 16, 32, 0.5, 0.25, 0.125))
 
 
 @probe("rope_dtype", "rope", _ROTARY, "the frequencies, the angles, or cos and sin are computed in {0[0]}",
-       [(dtype, stages) for dtype in (torch.bfloat16, torch.float16) for stages in ("f", "t", "pf", "pfa", "pfat", "a")])
+       each=[(dtype, stages) for dtype in (torch.bfloat16, torch.float16) for stages in ("f", "t", "pf", "pfa", "a")])
 def _(value):
     dtype, stages = value
 

@@ -26,59 +26,37 @@ def _layer(residual=lambda self, x, normed, a: x + a, output=lambda x, r, behind
     return wrong
 
 
-@probe("residual_missing", "add", _LAYER, "the residual is not added: the stream is the {}'s output alone",
-       ("attention", "MLP"))
-def _(block):
-    return (_layer(residual=lambda self, x, normed, a: a) if block == "attention" else
-            _layer(output=lambda x, r, behind, m, a: m))
+probe("residual_missing", "add", _LAYER, "the residual is not added: the stream is the {}'s output alone",
+      lambda block: _layer(residual=lambda self, x, normed, a: a) if block == "attention" else
+      _layer(output=lambda x, r, behind, m, a: m), each=("attention", "MLP"))
 
+probe("residual_wrong_place", "add", _LAYER, "the {}'s output is added to the stream behind the norm",
+      lambda block: _layer(residual=lambda self, x, normed, a: normed + a) if block == "attention" else
+      _layer(output=lambda x, r, behind, m, a: behind + m), each=("attention", "MLP"))
 
-@probe("residual_wrong_place", "add", _LAYER, "the {}'s output is added to the stream behind the norm",
-       ("attention", "MLP"))
-def _(block):
-    return (_layer(residual=lambda self, x, normed, a: normed + a) if block == "attention" else
-            _layer(output=lambda x, r, behind, m, a: behind + m))
+probe("residual_wrong_place", "add", _LAYER, "the MLP's output is added to the stream from before attention",
+      _layer(output=lambda x, r, behind, m, a: x + m))
 
+probe("sublayer_missing", "add", _LAYER, "the {}'s output is not added",
+      lambda block: _layer(residual=lambda self, x, normed, a: x) if block == "attention" else
+      _layer(output=lambda x, r, behind, m, a: r), each=("attention", "MLP"))
 
-@probe("residual_wrong_place", "add", _LAYER, "the MLP's output is added to the stream from before attention")
-def _(_):
-    return _layer(output=lambda x, r, behind, m, a: x + m)
+probe("residual_on_every_rank", "add", _LAYER, "the residual is added once for each rank, before the sum",
+      _layer(residual=lambda self, x, normed, a: world_size() * x + a,
+             output=lambda x, r, behind, m, a: world_size() * r + m))
 
+probe("residual_unscaled", "add", "model.decoder.DecoderLayer.scaled", "the block's output is not scaled",
+      lambda self, branch: branch, needs=lambda config: config.residual_multiplier != 1)
 
-@probe("sublayer_missing", "add", _LAYER, "the {}'s output is not added", ("attention", "MLP"))
-def _(block):
-    return (_layer(residual=lambda self, x, normed, a: x) if block == "attention" else
-            _layer(output=lambda x, r, behind, m, a: r))
+probe("parallel_sublayers", "add", _LAYER, "the attention's output is added twice: with the MLP's once more",
+      _layer(output=lambda x, r, behind, m, a: r + m + a))
 
+probe("norm_in_place", "add", _LAYER, "the second norm overwrites the stream",
+      _layer(residual=lambda self, x, normed, a: self.post_attention_layernorm(x + a)))
 
-@probe("residual_on_every_rank", "add", _LAYER, "the residual is added once for each rank, before the sum")
-def _(_):
-    return _layer(residual=lambda self, x, normed, a: world_size() * x + a,
-                  output=lambda x, r, behind, m, a: world_size() * r + m)
+probe("norm_skipped", "linear gated", _LAYER, "the {} is given the stream, not what the norm makes of it",
+      lambda block: _layer(attended=lambda x, normed: x) if block == "attention" else
+      _layer(gated=lambda normed, r, behind: r), each=("attention", "MLP"))
 
-
-@probe("residual_unscaled", "add", "model.decoder.DecoderLayer.scaled", "the block's output is not scaled",
-       lambda config: (None,) * (config.residual_multiplier != 1))
-def _(_):
-    return lambda self, branch: branch
-
-
-@probe("parallel_sublayers", "add", _LAYER, "the attention's output is added twice: with the MLP's once more")
-def _(_):
-    return _layer(output=lambda x, r, behind, m, a: r + m + a)
-
-
-@probe("norm_in_place", "add", _LAYER, "the second norm overwrites the stream")
-def _(_):
-    return _layer(residual=lambda self, x, normed, a: self.post_attention_layernorm(x + a))
-
-
-@probe("norm_skipped", "linear gated", _LAYER, "the {} is given the stream, not what the norm makes of it",
-       ("attention", "MLP"))
-def _(block):
-    return _layer(attended=lambda x, normed: x) if block == "attention" else _layer(gated=lambda normed, r, behind: r)
-
-
-@probe("norm_wrong_input", "linear gated", _LAYER, "the MLP is given what goes into attention")
-def _(_):
-    return _layer(gated=lambda normed, r, behind: normed)
+probe("norm_wrong_input", "linear gated", _LAYER, "the MLP is given what goes into attention",
+      _layer(gated=lambda normed, r, behind: normed))

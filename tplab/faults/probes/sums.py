@@ -9,34 +9,25 @@ from tplab.shard.embedding import local_ids
 
 _REDUCE, _EMBED = "shard.linear.RowParallelLinear.reduce", "shard.embedding.VocabParallelEmbedding.forward"
 
+probe("all_reduce_twice", "reduce", _REDUCE, "the sum is reduced twice",
+      lambda self, partial: all_reduce(all_reduce(partial)))
 
-@probe("all_reduce_twice", "reduce", _REDUCE, "the sum is reduced twice")
-def _(_):
-    return lambda self, partial: all_reduce(all_reduce(partial))
+probe("all_reduce_average", "reduce", _REDUCE, "the ranks' summands are averaged",
+      lambda self, partial: all_reduce(partial) / world_size())
 
-
-@probe("all_reduce_average", "reduce", _REDUCE, "the ranks' summands are averaged")
-def _(_):
-    return lambda self, partial: all_reduce(partial) / world_size()
-
-
-@probe("all_reduce_subset", "reduce", _REDUCE, "rank {} is missing in the sum", range(8))
-def _(missing):
-    return lambda self, partial: all_reduce(partial * (rank() != missing))
+probe("all_reduce_subset", "reduce", _REDUCE, "rank {} is missing in the sum",
+      lambda missing: lambda self, partial: all_reduce(partial * (rank() != missing)), each=range(8))
 
 
-@probe("buffer_reused", "reduce", _REDUCE, "the first half of the rows is the sum of the second half: both went through "
-       "one buffer")
-def _(_):
-    def wrong(self, partial):
-        whole, half = all_reduce(partial), -(-len(partial) // 2)
-        return torch.cat([whole[half:], whole[len(whole) - half:half], whole[half:]])
-    return wrong
+@probe("buffer_reused", "reduce", _REDUCE, "the first half of the rows is the sum of the second half: one buffer "
+       "for both")
+def _(self, partial):
+    whole, half = all_reduce(partial), -(-len(partial) // 2)
+    return torch.cat([whole[half:], whole[len(whole) - half:half], whole[half:]])
 
 
-@probe("all_reduce_twice", "add", "model.decoder.DecoderLayer.scaled", "the block's output is added once for each rank")
-def _(_):
-    return lambda self, branch: branch * world_size()
+probe("all_reduce_twice", "add", "model.decoder.DecoderLayer.scaled", "the block's output is added once for each rank",
+      lambda self, branch: branch * world_size())
 
 
 # The embedding.
@@ -46,16 +37,10 @@ def _own_rows(self, ids):
     return F.embedding(here, self.weight).masked_fill(elsewhere[..., None], 0)
 
 
-@probe("all_reduce_missing", "embed", _EMBED, "no all-reduce after the embedding")
-def _(_):
-    return _own_rows
+probe("all_reduce_missing", "embed", _EMBED, "no all-reduce after the embedding", _own_rows)
 
+probe("all_reduce_twice", "embed", _EMBED, "the embedding is reduced twice",
+      lambda self, ids: all_reduce(was(_EMBED)(self, ids)))
 
-@probe("all_reduce_twice", "embed", _EMBED, "the embedding is reduced twice")
-def _(_):
-    return lambda self, ids: all_reduce(was(_EMBED)(self, ids))
-
-
-@probe("all_reduce_average", "embed", _EMBED, "the ranks' parts of the embedding are averaged")
-def _(_):
-    return lambda self, ids: was(_EMBED)(self, ids) / world_size()
+probe("all_reduce_average", "embed", _EMBED, "the ranks' parts of the embedding are averaged",
+      lambda self, ids: was(_EMBED)(self, ids) / world_size())

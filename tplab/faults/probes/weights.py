@@ -15,48 +15,32 @@ def _has_bias(config) -> tuple:
     return (None,) * bool(config.qkv_bias or config.mlp_bias)
 
 
-@probe("bias_missing", "linear", _FORWARD, "the bias is left out", _has_bias)
-def _(_):
-    return lambda self, x: F.linear(x, self.weight)
+probe("bias_missing", "linear", _FORWARD, "the bias is left out",
+      lambda self, x: F.linear(x, self.weight), needs=_has_bias)
 
+probe("bias_missing", "linear", "shard.linear.RowParallelLinear.partial", "the bias is left out",
+      lambda self, x: F.linear(x, self.weight), needs=lambda config: config.o_bias or config.mlp_bias)
 
-@probe("bias_missing", "linear", "shard.linear.RowParallelLinear.partial", "the bias is left out",
-       lambda config: (None,) * bool(config.o_bias or config.mlp_bias))
-def _(_):
-    return lambda self, x: F.linear(x, self.weight)
+probe("bias_twice", "linear", _FORWARD, "the bias is added twice",
+      lambda self, x: was(_FORWARD)(self, x) + (0 if self.bias is None else self.bias), needs=_has_bias)
 
+probe("bias_first_rows", "linear", _MERGED, "every rank has the first rows of the bias",
+      lambda sources, ranges: torch.cat([source[:len(rows)] for source, rows in zip(sources, ranges)]) if len(
+          sources[0].shape) == 1 else was(_MERGED)(sources, ranges), needs=_has_bias)
 
-@probe("bias_twice", "linear", _FORWARD, "the bias is added twice", _has_bias)
-def _(_):
-    return lambda self, x: was(_FORWARD)(self, x) + (0 if self.bias is None else self.bias)
+probe("weight_not_loaded", "linear", _FORWARD, "the weight is zero",
+      lambda self, x: F.linear(x, torch.zeros_like(self.weight), self.bias))
 
-
-@probe("bias_first_rows", "linear", _MERGED, "every rank has the first rows of the bias", _has_bias)
-def _(_):
-    return lambda sources, ranges: torch.cat([source[:len(rows)] for source, rows in zip(sources, ranges)]) if len(
-        sources[0].shape) == 1 else was(_MERGED)(sources, ranges)
-
-
-@probe("weight_not_loaded", "linear", _FORWARD, "the weight is zero")
-def _(_):
-    return lambda self, x: F.linear(x, torch.zeros_like(self.weight), self.bias)
-
-
-@probe("weight_not_loaded", "linear", "shard.linear.RowParallelLinear.partial", "the weight is zero")
-def _(_):
-    return lambda self, x: F.linear(x, torch.zeros_like(self.weight), self.bias if self.adds_bias else None)
-
-
-def _other_layers(config):
-    return range(config.num_layers) if config.num_layers > 1 else ()
+probe("weight_not_loaded", "linear", "shard.linear.RowParallelLinear.partial", "the weight is zero",
+      lambda self, x: F.linear(x, torch.zeros_like(self.weight), self.bias if self.adds_bias else None))
 
 
 @probe("wrong_layer", "linear norm experts", "model.loader.by_parameter", "the weights are those of layer {}",
-       _other_layers)
+       each=lambda config: range(config.num_layers) if config.num_layers > 1 else ())
 def _(layer):
     def wrong(parts):
         right = was("model.loader.by_parameter")(parts)
-        moved = {path: ".".join(["layers", str(layer), *path.split(".")[2:]]) for path in right if path[:7] == "layers."}
+        moved = {path: f"layers.{layer}.{path.split('.', 2)[2]}" for path in right if path.startswith("layers.")}
         return right | {path: right[other] for path, other in moved.items() if other in right}
     return wrong
 
@@ -65,14 +49,11 @@ def _square(source):
     return source[:].T if len(source.shape) == 2 and len(set(source.shape)) == 1 else source
 
 
-@probe("weight_transposed", "linear", _COLUMNS, "a square weight is transposed")
-def _(_):
-    return lambda source, columns: _square(source)[:, columns.start:columns.stop]
+probe("weight_transposed", "linear", _COLUMNS, "a square weight is transposed",
+      lambda source, columns: _square(source)[:, columns.start:columns.stop])
 
-
-@probe("weight_transposed", "linear", _ROWS, "a square weight is transposed")
-def _(_):
-    return lambda source, rows: _square(source)[rows.start:rows.stop]
+probe("weight_transposed", "linear", _ROWS, "a square weight is transposed",
+      lambda source, rows: _square(source)[rows.start:rows.stop])
 
 
 def _first_of(which: str, part: range, whole: int) -> int:
@@ -84,7 +65,7 @@ def _first_of(which: str, part: range, whole: int) -> int:
 _WHOSE = ("the next rank", "rank 0")
 
 
-@probe("shard_of_another_rank", "linear", _COLUMNS, "a rank has the weight's columns of {}", _WHOSE)
+@probe("shard_of_another_rank", "linear", _COLUMNS, "a rank has the weight's columns of {}", each=_WHOSE)
 def _(which):
     def wrong(source, columns):
         start = _first_of(which, columns, source.shape[1])
@@ -92,7 +73,7 @@ def _(which):
     return wrong
 
 
-@probe("shard_of_another_rank", "linear", _MERGED, "a rank has the weight's rows of {}", _WHOSE)
+@probe("shard_of_another_rank", "linear", _MERGED, "a rank has the weight's rows of {}", each=_WHOSE)
 def _(which):
     def wrong(sources, ranges):
         starts = [_first_of(which, rows, source.shape[0]) for source, rows in zip(sources, ranges)]
@@ -100,45 +81,38 @@ def _(which):
     return wrong
 
 
-@probe("channel_scales", "linear", _MERGED, "a rank's rows have the scales of the first rows")
-def _(_):
-    def scaled(source, rows):
-        whole = source[:]
-        scale = whole.abs().amax(1, keepdim=True)
-        return whole[rows.start:rows.stop] * scale[:len(rows)] / scale[rows.start:rows.stop]
-    return lambda sources, ranges: torch.cat([scaled(source, rows) for source, rows in zip(sources, ranges)]) if len(
-        sources[0].shape) == 2 else was(_MERGED)(sources, ranges)
+def _scaled(source, rows):
+    whole = source[:]
+    scale = whole.abs().flatten(1).amax(1, keepdim=True) if whole.dim() > 1 else torch.ones_like(whole)
+    return whole[rows.start:rows.stop] * scale[:len(rows)] / scale[rows.start:rows.stop]
+
+
+probe("channel_scales", "linear", _MERGED, "a rank's rows have the scales of the first rows",
+      lambda sources, ranges: torch.cat([_scaled(source, rows) for source, rows in zip(sources, ranges)]))
 
 
 # The fused [q|k|v].
 
-@probe("qkv_order", "linear", _SPLIT, "the fused output is split as {}", ("[v|k|q]", "[k|q|v]", "[q|v|k]", "[k|v|q]",
-                                                                          "[v|q|k]"))
+@probe("qkv_order", "linear", _SPLIT, "the fused output is split as {}", each=("vkq", "kqv", "qvk", "kvq", "vqk"))
 def _(order):
     def wrong(self, qkv):
-        heads, sizes = qkv.unflatten(-1, (-1, self.head_size)), dict(q=self.num_heads, k=self.num_kv_heads,
-                                                                     v=self.num_kv_heads)
-        names = order[1:-1].split("|")
-        parts = dict(zip(names, heads.split([sizes[name] for name in names], 1)))
-        return parts["q"], parts["k"], parts["v"]
+        sizes = {"q": self.num_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
+        heads = qkv.unflatten(-1, (-1, self.head_size)).split([sizes[part] for part in order], 1)
+        return tuple(heads[order.index(part)] for part in "qkv")
     return wrong
 
 
-@probe("qkv_interleaved", "linear", _SPLIT, "the fused output is split group by group, and q, k and v stand in blocks")
-def _(_):
-    def wrong(self, qkv):
-        x = qkv.unflatten(-1, (self.num_kv_heads, -1, self.head_size))
-        return x[:, :, :-2].flatten(1, 2), x[:, :, -2], x[:, :, -1]
-    return wrong
+@probe("qkv_interleaved", "linear", _SPLIT, "the fused output is split group by group, and it stands in blocks")
+def _(self, qkv):
+    x = qkv.unflatten(-1, (self.num_kv_heads, -1, self.head_size))
+    return x[:, :, :-2].flatten(1, 2), x[:, :, -2], x[:, :, -1]
 
 
 @probe("qkv_interleaved", "linear", _SPLIT, "the fused output is split as blocks, and it stands group by group")
-def _(_):
-    def wrong(self, qkv):
-        q, k, v = was(_SPLIT)(self, qkv)
-        x = torch.cat([q.unflatten(1, (k.shape[1], -1)), k[:, :, None], v[:, :, None]], 2).flatten(1, 2)
-        return x.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], 1)
-    return wrong
+def _(self, qkv):
+    q, k, v = was(_SPLIT)(self, qkv)
+    x = torch.cat([q.unflatten(1, (k.shape[1], -1)), k[:, :, None], v[:, :, None]], 2).flatten(1, 2)
+    return x.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], 1)
 
 
 def _permuted(order, parts: str):
@@ -150,10 +124,8 @@ def _permuted(order, parts: str):
     return wrong
 
 
-_PAIRS_AS_HALVES = {"Meta's": lambda i: i.view(2, -1).T.flatten(), "Hugging Face's": lambda i: i.view(-1, 2).T.flatten()}
+_ORDERS = {"Meta's": lambda i: i.view(2, -1).T.flatten(), "Hugging Face's": lambda i: i.view(-1, 2).T.flatten()}
 
-
-@probe("rope_permuted_rows", "linear", _SPLIT, "the rows of each head of {0[1]} stand in {0[0]} order, where the other is "
-       "expected", [(whose, parts) for whose in _PAIRS_AS_HALVES for parts in ("q and k", "k", "q")])
-def _(value):
-    return _permuted(_PAIRS_AS_HALVES[value[0]], value[1].replace("and", ""))
+probe("rope_permuted_rows", "linear", _SPLIT, "the rows of each head of {0[1]} have {0[0]} order, and should not",
+      lambda value: _permuted(_ORDERS[value[0]], value[1].replace("and", "")),
+      each=[(whose, parts) for whose in _ORDERS for parts in ("q and k", "k", "q")])
