@@ -7,7 +7,7 @@ import torch
 from tplab.align.floors import SHORT
 from tplab.align.gather import whole_point
 from tplab.align.guilty import Judge, LocalDiff, recorded_points
-from tplab.align.points import POINTS
+from tplab.align.points import POINTS, layout
 from tplab.align.recording import Recording
 from tplab.align.reference import hf_model, hf_trace
 from tplab.align.report import AlignReport, Evidence, PointDiff, compare, internal_error
@@ -42,9 +42,11 @@ def judge(recording: Recording, ckpt: Checkpoint, plan: ShardPlan, patches: tupl
     for name in recorded_points(recording, ckpt):
         try:
             shards, right = recording.points[name], theirs.pop(name)
-            measured = _relative(right, exact.pop(name)) if exact else float("inf")
+            measured = _relative(right, exact.pop(name)) if exact and right.numel() else float("inf")
             ours, spread, held = whole_point(name, shards)
             ours = ours[theirs.rows(name)]
+            if layout(name) == "partial" and sum(map(bool, shards)) < len(judged.stage(name) if judged else shards):
+                ours = right = ours[:0]  # without all summands there is no sum
             if judged:
                 local[name] = judged.diff(name)
                 if shards[0] and shards[0].kind == "partial" and local[name].inside:

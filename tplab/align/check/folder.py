@@ -57,12 +57,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the engine on one rank; ids, positions and sequences are what ``rec.inputs`` said, or None."""
+    """One call of the engine on one rank; ids, positions, sequences and texts are what ``rec.inputs`` said, or None."""
 
     index: int
     input_ids: Tensor | None
     positions: Tensor | None
     sequences: list[int] | None
+    texts: dict[int, list[int]] | None
     entries: tuple[Entry, ...]
     status: str  # "done", "cut off" (the process ended or hung within the call), or "failed: ValueError: …"
     last: str  # the module that was entered last; "" before the first
@@ -145,6 +146,14 @@ def _numbers(value) -> Tensor | None:
     return found.long() if not found.numel() or found.dtype == torch.int64 else None
 
 
+def _texts(value) -> dict[int, list[int]] | None:
+    if not isinstance(value, dict) or not all(key.isdecimal() for key in value):
+        return None
+    found = {int(key): _numbers(ids) for key, ids in value.items()}
+    return None if None in [ids if ids is None else ids.dim() != 1 and None for ids in found.values()] else {
+        key: ids.tolist() for key, ids in found.items()}
+
+
 def _one_of(*known):
     return ", ".join(map(str, known)), lambda value: value if type(value) in (str, int) and value in known else None
 
@@ -156,6 +165,7 @@ _FIELDS = {  # field of a line → what a recorder writes there, and a function 
     **dict.fromkeys(("call", "room", "nth", "key", "rank"), (
         "a whole number from 0 up", lambda value: whole_number(value, 0))),
     **dict.fromkeys(("input_ids", "positions", "sequences"), ("whole numbers in rows of one length", _numbers)),
+    "texts": ("a text of whole numbers for each sequence's number", _texts),
     "world_size": (f"a number of ranks up to {_MAX_WORLD}", lambda value: whole_number(value, 1, _MAX_WORLD)),
     "shape": ("a shape", lambda value: tuple(value) if isinstance(value, list) and len(value) <= 16 and all(
         whole_number(n, 0, 2**40) is not None for n in value) else None),
@@ -193,7 +203,7 @@ class _Draft:
         self.folder, self.stem = folder, stem
         self.files: list[tuple[Path, int, list[int]]] = []  # path, where its tensors begin, from there each one's end
         self.entries, self.last, self.raised = [], "", []
-        self.said, self.notes, self.left = (None, None, None), [], {}
+        self.said, self.notes, self.left = (None,) * 4, [], {}
 
     def begin(self, line: _Line) -> None:
         """The next file. Its name is computed: a name from the journal could lead out of the folder."""
@@ -270,7 +280,7 @@ class _RankReader:
                     raise _Wrong(_OUT_OF_TURN)
                 self.call = _Draft(self.folder, f"call{len(self.calls)}")
                 self.call.said = [None if line.get(key) is None else line[key]
-                                  for key in ("input_ids", "positions", "sequences")]
+                                  for key in ("input_ids", "positions", "sequences", "texts")]
                 self.call.notes += ["calls=: this call"] * bool(line.get("skipped"))
             case "file":
                 draft.begin(line)
@@ -290,7 +300,7 @@ class _RankReader:
     def _finish(self, status: str) -> None:
         draft, self.call = self.call, None
         draft.check()
-        ids, positions, sequences = draft.said
+        ids, positions, sequences, texts = draft.said
         self.calls.append(Call(len(self.calls), ids, positions, None if sequences is None else
-                               sequences.flatten().tolist(), tuple(draft.entries), status, draft.last,
+                               sequences.flatten().tolist(), texts, tuple(draft.entries), status, draft.last,
                                tuple(draft.raised), draft.left_out()))

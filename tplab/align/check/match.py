@@ -43,13 +43,6 @@ def near(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool((left - right).norm() <= tolerance(a.dtype) * right.norm())
 
 
-def usual_shares(total: int, count: int, rank: int, size: int) -> list[Indices]:
-    """Usual shares of ``count`` out of ``total`` items: equal contiguous ones with padding at the end, every
-    ``size``-th item, or all of them (perhaps padded)."""
-    found = (range(rank * count, min((rank + 1) * count, total)), range(rank, total, size), range(total))
-    return [(*share, *[PADDING] * (count - len(share))) for share in found]
-
-
 def real_items(labels: Sequence[int]) -> tuple[list[int], Indices]:
     """Each item's first place in a rank's tensor, and its label; padding is no item."""
     first = {label: at for at, label in reversed(list(enumerate(labels))) if label != PADDING}

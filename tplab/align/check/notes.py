@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from tplab.align.check.folder import Call, RecordedRank
+from tplab.align.check.folder import NOTHING_RAN, Call, RecordedRank
 from tplab.align.check.match import span
 from tplab.align.check.names import pattern_of, split_name
 
@@ -29,7 +29,7 @@ def listed(what: str, numbers) -> str:
 def call_notes(ranks: Iterable[RecordedRank]) -> list[str]:
     """What was left out of calls, and errors inside of calls that went on."""
     return once((rank.rank, call.index, what) for rank in ranks for call in rank.calls
-                for what in (*_swallowed(call), *call.left_out))
+                for what in (*_swallowed(call), *call.left_out) if what != NOTHING_RAN)
 
 
 def _swallowed(call: Call) -> Iterator[str]:

@@ -1,24 +1,131 @@
-"""Differences that a right engine of lower precision may have: random, small, and in nearly all rows."""
+"""Lower precision that a right engine may have: products of few digits (TF32), 8-bit weights, an 8-bit cache.
+
+Each is a patch of the lab's engine, as a fault is; it counts if a replay with it explains a guilty point to rounding.
+"""
+
+from collections.abc import Callable
+from functools import partial
 
 import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from tplab.align.guilty import by_row
+from tplab.patch import Patch, original
 
-_ABLE = {"q", "k", "v", "attn", "o_partial", "o_proj", "gate", "up", "mlp_act", "mlp_partial", "mlp", "logits"}
+LEFT = 0.1  # the part of a difference that an explanation may leave: some values round to the other side
+_PRODUCTS = (F.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+_ABLE = {"q", "k", "v", "k_rope", "attn", "o_partial", "o_proj", "gate", "up", "mlp_act", "mlp_partial", "moe_partial",
+         "mlp", "router_logits", "logits"}
+_ON_RANK, _ATTEND = "tplab.align.replay.Replay._on_rank", "tplab.model.attention.attend"
 
 
+def _tf32(x: torch.Tensor) -> torch.Tensor:
+    """Rounded to TF32's 10 bits, as on a GPU before a product."""
+    bits = x.to(torch.float32).contiguous().view(torch.int32)
+    return ((bits + 0xfff + ((bits >> 13) & 1)) & ~0x1fff).view(torch.float32).to(x.dtype)
+
+
+def _stored(dtype: torch.dtype, scale, x: torch.Tensor) -> torch.Tensor:
+    """Stored in ``dtype``, divided by ``scale``: a number, or the dimensions that have a scale of their own."""
+    if isinstance(scale, tuple):
+        scale = x.abs().amax(scale, keepdim=True).clamp(min=1e-12) / (127 if dtype == torch.int8 else 448)
+    return (x / scale).round() * scale if dtype == torch.int8 else (x / scale).to(dtype).to(x.dtype) * scale
+
+
+class _Rounded(TorchFunctionMode):
+    """A context in which products have rounded operands, or with ``weights_only`` matrices have."""
+
+    def __init__(self, rounding: Callable, weights_only: bool):
+        super().__init__()
+        self.rounding, self.weights_only = rounding, weights_only
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in _PRODUCTS and not (self.weights_only and function is not F.linear):
+            with torch._C.DisableTorchFunction():
+                a = args[0] if self.weights_only else self.rounding(args[0])
+                args = (a, self.rounding(args[1]), *args[2:])
+        return function(*args, **(kwargs or {}))
+
+
+def _products(rounding: Callable, weights_only: bool = False) -> tuple[Patch]:
+    def on_rank(self, *args):
+        with _Rounded(rounding, weights_only):
+            return original(_ON_RANK)(self, *args)
+    return (Patch(_ON_RANK, on_rank),)
+
+
+def _cache(rounding: Callable) -> tuple[Patch]:
+    def attend(q, k, v, mask, scaling, **options):
+        return original(_ATTEND)(q, rounding(k), rounding(v), mask, scaling, **options)
+    return (Patch(_ATTEND, attend),)
+
+
+_FP8, _INT8 = torch.float8_e4m3fn, torch.int8
+PRECISIONS = {"TF32 products": _products(_tf32)}
+PRECISIONS |= {f"{str(dtype)[6:]} products": _products(partial(_stored, dtype, 1)) for dtype in (
+    torch.bfloat16, torch.float16)}
+PRECISIONS |= {f"a cache in fp8 (e4m3), scale {scale:g}": _cache(partial(_stored, _FP8, scale))
+               for scale in (1.0, 0.5, 0.25, 0.125, 0.0625, 2.0)}
+PRECISIONS |= {"a cache in fp8 (e5m2), scale 1": _cache(partial(_stored, torch.float8_e5m2, 1.0))}
+for _name, _dtype in ("int8", _INT8), ("fp8 (e4m3)", _FP8):
+    PRECISIONS |= {f"a cache in {_name}, a scale for each token and head": _cache(partial(_stored, _dtype, (-1,))),
+                   f"{_name} weights, a scale for each row": _products(partial(_stored, _dtype, (-1,)), True),
+                   f"{_name} weights, one scale": _products(partial(_stored, _dtype, (-2, -1)), True)}
+
+
+@torch.inference_mode()
+def lower_precision(report, names: list[str]) -> tuple[str, set[str]]:
+    """The lower precision that explains guilty points, and those that it explains; ``"", set()`` if none does."""
+    able = [name for name in names if name.rpartition(".")[2] in _ABLE and _is_noise(report, name)]
+    for name in able[:2]:
+        left: dict[str, float] = {}
+        for what, patches in PRECISIONS.items():
+            left[what] = _left(report.judge, report.local[name], patches)
+            if not left[what]:
+                break
+        best = min(left, key=left.get)
+        if left[best] <= LEFT:
+            return best, {one for one in able if _left(report.judge, report.local[one], PRECISIONS[best]) <= LEFT}
+    return "", set()
+
+
+@torch.inference_mode()
 def noisy(report, names: list[str]) -> bool:
-    """Whether points are off at random, by as much as eight bits round, and in every layer that has them."""
-    judge, kinds = report.judge, {name.rpartition(".")[2] for name in names}
+    """Whether points are off at random, by as much as eight bits round, in nearly all rows, and in every layer that has
+    them."""
+    kinds = {name.rpartition(".")[2] for name in names}
     alike = {name for name in report.local if name.rpartition(".")[2] in kinds}
-    return alike == set(names) and kinds <= _ABLE and all(
-        _noise(judge.held(name, of), judge.expected(name, of), judge.tolerance(name, of))
-        for name in names for of in report.local[name].guilty)
+    return alike == set(names) and kinds <= _ABLE and all(_is_noise(report, name, 5e-3) and all(
+        (by_row(*_pair(report.judge, name, of)) > report.judge.tolerance(name, of)).double().mean() >= 0.8
+        for of in report.local[name].guilty) for name in names)
 
 
-def _noise(held: torch.Tensor, right: torch.Tensor, tolerance: float) -> bool:
-    """Whether a difference is small beside the right values, no multiple of them, and in nearly all rows."""
-    off, size = (held.to(right.dtype) - right).flatten(1), right.norm()
-    return bool(off.isfinite().all() and 5e-3 * size <= off.norm() <= 0.2 * size and (
-        off * right.flatten(1)).sum().abs() <= 0.8 * off.norm() * size and (
-        by_row(held, right) > tolerance).double().mean() >= 0.8)
+def _pair(judge, name: str, of: int) -> tuple[torch.Tensor, torch.Tensor]:
+    right = judge.expected(name, of)
+    return judge.held(name, of).to(right.dtype), right
+
+
+def _is_noise(report, name: str, least: float = 0.0) -> bool:
+    """Whether a difference is small beside the right values, and no multiple of them."""
+    for of in report.local[name].guilty:
+        held, right = (x.flatten(1) for x in _pair(report.judge, name, of))
+        known = right.isfinite().all(1)
+        off, size = (held - right)[known], right[known].norm()
+        if not (off.isfinite().all() and least * size <= off.norm() <= 0.2 * size and (
+                off * right[known]).sum().abs() <= 0.8 * off.norm() * size):
+            return False
+    return True
+
+
+def _left(judge, diff, patches: tuple[Patch, ...]) -> float:
+    """The part of a difference that a replay with these patches leaves, on the worst rank: 0 if it is rounding."""
+    found = [0.0]
+    for of in diff.guilty:
+        (held, right), changed = _pair(judge, diff.name, of), judge.made(diff.name, patches)[of][diff.name]
+        wrong, rest = ~(by_row(held, right) <= diff.tolerance), by_row(held, changed)
+        if not (rest <= diff.tolerance).all():
+            off, left = ((held - x).flatten(1)[wrong].norm(dim=1) for x in (right, changed))
+            few = ((left <= 0.5 * off) | (rest[wrong] <= 3 * diff.tolerance)).all()
+            found.append((left.norm() / off.norm()).item() if few else float("inf"))
+    return max(found)

@@ -5,25 +5,25 @@ Nothing is inferred from values: an engine that deals heads out in another way i
 
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
-from itertools import combinations
 from typing import NamedTuple
 
 import torch
 
-from tplab.align.check.expected import Expected
-from tplab.align.check.match import GROUP_OF, GROUPS, PARTS, Indices, near, real_items, span, usual_shares
+from tplab.align.check.match import GROUP_OF, GROUPS, PADDING, PARTS, Indices, span
 from tplab.align.check.names import FUSED
 from tplab.align.check.sources import FEW, SHAPE, Source, Sources
-from tplab.align.points import layout
-from tplab.align.recording import Contradiction
+from tplab.align.points import as_index, columns_of, layout
+from tplab.align.recording import Contradiction, PlacementError
 from tplab.checkpoint import Checkpoint
-from tplab.checkpoint.layout import EMBEDDING
 from tplab.shard import ShardPlan
 
+LAYOUTS = {  # what check(layout=…) can be told
+    "pairs": "the numbers in each head of q and k lie in pairs, as in Meta's own files",
+    "groups": "a fused q|k|v lies KV head by KV head: its queries, its key, its value"}
 _FUSED_OF = {part: fused for fused, parts in PARTS.items() for part in parts}
+_PAIRED = ("q", "k", "q_norm", "k_norm", "q_rope", "k_rope")
 ROWS = {"o": ("o_partial", "attn", "q"), "down": ("mlp_partial", "mlp_act", "mlp")}  # role → summand, input, dimension
-_ROLES_OF = {**dict.fromkeys(("o_proj", "o_partial"), ("o",)), "mlp_partial": ("down",),
-             **dict.fromkeys(("mlp", "moe_partial"), ("down", "experts"))}
+SUMS = {"o": ("o_partial", "o_proj"), "down": ("mlp_partial", "mlp"), "experts": ("moe_partial", "mlp")}
 
 
 class Candidate(NamedTuple):
@@ -43,15 +43,21 @@ class Layout(NamedTuple):
 
 
 class Shares:
-    """What each rank holds of each dimension: ``layouts`` of ``q``, ``k``, ``v``, ``mlp`` and ``vocab``."""
+    """What each rank holds of each dimension: ``layouts`` of ``q``, ``k``, ``v``, ``mlp`` and ``vocab``.
 
-    def __init__(self, sources: Sources, ckpt: Checkpoint, plan: ShardPlan):
-        self.sources, self.config, self.expected, config = sources, ckpt.config, Expected(ckpt, sources), ckpt.config
+    ``summands`` says of row-parallel layers' outputs, by pattern and role, whether they are summands or sums.
+    """
+
+    def __init__(self, sources: Sources, ckpt: Checkpoint, plan: ShardPlan, told: tuple[str, ...] = ()):
+        if unknown := [word for word in told if word not in LAYOUTS]:
+            raise PlacementError(f"there is no layout {unknown[0]!r}; layouts are " + ", ".join(
+                f"{word} ({what})" for word, what in LAYOUTS.items()))
+        self.sources, self.config, self.told, config = sources, ckpt.config, told, ckpt.config
         self.totals = {"q": config.num_heads, "k": config.num_kv_heads, "v": config.num_kv_heads,
                        "mlp": config.intermediate_size, "vocab": config.vocab_size}
         self.planned = {which: [tuple(getattr(shard, group.plan)) for shard in plan.ranks]
                         for which, group in GROUPS.items()}
-        self._summands: dict[tuple, bool] = {}
+        self.summands: dict[tuple, bool] = {}
 
     def in_stage(self, rank: int) -> tuple[int, int]:
         """A rank's number within its pipeline stage, and the size of the stage."""
@@ -63,10 +69,11 @@ class Shares:
         return self.config.head_dim if GROUP_OF[point] in ("q", "k", "v") else 1
 
     def share(self, which: str, rank: int, count: int) -> Indices | None:
-        """The items that a rank holds which has so many."""
-        total = self.totals[which]
-        usual = [self.planned[which][rank], tuple(range(total)), *usual_shares(total, count, *self.in_stage(rank))[:1]]
-        return next((share for share in usual if len(share) == count), None)
+        """The items that a rank holds which has so many: by the plan, all of them, or an equal share with padding."""
+        total, at = self.totals[which], self.in_stage(rank)[0]
+        equal = range(at * count, min((at + 1) * count, total))
+        usual = [self.planned[which][rank], range(total), (*equal, *[PADDING] * (count - len(equal)))]
+        return next((tuple(share) for share in usual if len(share) == count), None)
 
     @cached_property
     def layouts(self) -> dict[str, Layout]:
@@ -109,28 +116,36 @@ class Shares:
 
     def read(self, source: Source, name: str, fused: str | None, rank: int, look: str) -> torch.Tensor | None:
         """A source's tensor on a rank, as a point's; ``fused``: what it is a part of."""
-        point = name.rpartition(".")[2]
+        point, dim = name.rpartition(".")[2], self.config.head_dim
         if name == "logits":
             return (self.sources.logits(source, rank, look) or (None, None))[1]
         if fused is None and GROUP_OF[point] != "mlp":
-            return next(iter(self.sources.heads(source, rank, look).values()), None)
-        rows = self.sources.rows(source, rank, look)
-        if rows is None or fused is None:
-            return rows
-        cut = self.by_size(fused, rows.shape[1], rank)
-        part = cut and rows[:, cut[point]]
-        return part if cut is None or GROUP_OF[point] == "mlp" else part.unflatten(1, (-1, self.config.head_dim))
+            found = self.sources.heads(source, rank, look)
+        else:
+            found = self.sources.rows(source, rank, look)
+            if found is not None and fused is not None:
+                cut = self.by_size(fused, found.shape[1], rank)
+                found = cut and found[:, as_index(cut[point])]
+                found = found if found is None or fused == "gate_up" else found.unflatten(1, (-1, dim))
+        if found is not None and point in _PAIRED and "pairs" in self.told:
+            return found.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        return found
 
-    def by_size(self, fused: str, width: int, rank: int) -> dict[str, slice] | None:
-        """The cut of ``[q|k|v]`` by the plan's rule, or of all heads; gate and up are equal halves."""
-        groups = [GROUP_OF[part] for part in PARTS[fused]]
-        sizes = [[width // 2] * 2] if fused == "gate_up" else [
-            [len(self.planned[group][rank]) * self.config.head_dim for group in groups],
-            [self.totals[group] * self.config.head_dim for group in groups]]
-        for cut in sizes:
-            if sum(cut) == width:
-                ends = [sum(cut[:i + 1]) for i in range(len(cut))]
-                return {part: slice(end - size, end) for part, size, end in zip(PARTS[fused], cut, ends)}
+    def by_size(self, fused: str, width: int, rank: int) -> dict[str, range | list[int]] | None:
+        """The columns of each part: ``[q|k|v]`` by the plan's rule or of all heads, gate and up in equal halves."""
+        if fused == "gate_up":
+            return {"gate": range(width // 2), "up": range(width // 2, width)} if width % 2 == 0 else None
+        dim = self.config.head_dim
+        here = [len(self.planned[group][rank]) for group in "qk"]
+        for q, kv in (here, (self.totals["q"], self.totals["k"])):
+            if (q + 2 * kv) * dim == width:
+                heads, size = range(q + 2 * kv), q // kv + 2
+                if "groups" in self.told and q % kv == 0:
+                    items = {"q": [h for h in heads if h % size < size - 2], "k": heads[size - 2::size],
+                             "v": heads[size - 1::size]}
+                else:
+                    items = {"q": heads[:q], "k": heads[q:q + kv], "v": heads[q + kv:]}
+                return {part: columns_of(of, dim) for part, of in items.items()}
         return None
 
     # Sums over the ranks.
@@ -139,31 +154,19 @@ class Shares:
         """What can be taken for a replicated point or for a sum's summands, the strongest claim first."""
         at, _, point = name.rpartition(".")
         found, summands = self.sources.of(name), layout(name) == "partial"
-        for role in _ROLES_OF.get(point, ()):
-            found += [source for source in self.sources.of(f"{at}.{role}")
-                      if self._is_summand(source, role, at) is summands]
+        for role, names in SUMS.items():
+            found += [source for source in self.sources.of(f"{at}.{role}") if point in names
+                      and self.summands.get((source.pattern, role), False) is summands]
         for source in sorted(found, key=self.sources.rank_of):
             if name != "embed" or not self._is_masked(source):
                 yield Candidate(source, partial(self.sources.rows, source),
                                 "one summand on each rank" if summands else "whole on every rank")
 
-    def _is_summand(self, source: Source, role: str, at: str) -> bool:
-        """Whether the ranks' outputs differ: decided once for all layers. (Of one rank they are the same.)"""
-        if (key := (source.pattern, role)) not in self._summands:
-            ranks = self.sources.complete(source)
-            outs = [self.sources.rows(source, rank, FEW) for rank in ranks]
-            whole = role != "experts" and any(held is not None and len(real_items(held)[0]) == self.totals[ROWS[role][2]]
-                                              for held in self.layouts[ROWS[role][2]].indices)
-            self._summands[key] = not whole and self.in_stage(ranks[0])[1] > 1 and None not in [
-                out if out is None else 1 for out in outs] and len(ranks) > 1 and not any(
-                near(a, b) for a, b in combinations(outs, 2))
-        return self._summands[key]
-
     def _is_masked(self, source: Source) -> bool:
-        """Whether an embedding's output has only the rows of the rank's own share of the vocabulary."""
-        ranks, true = self.sources.complete(source), self.expected.weight(EMBEDDING)[self.sources.sampled_ids]
+        """Whether an embedding's output lacks the rows of other ranks' shares of the vocabulary: they are zero."""
+        ranks = self.sources.complete(source)
         outs = [self.sources.rows(source, rank, FEW) for rank in ranks]
-        if self.in_stage(ranks[0])[1] == 1 or any(out is None or out.shape != true.shape for out in outs):
+        if self.in_stage(ranks[0])[1] == 1 or None in [out if out is None else 1 for out in outs]:
             return False
-        rows = [pair for out in outs for pair in zip(out, true)]
-        return not all(row.any() for row, _ in rows) and all(not row.any() or near(row, true) for row, true in rows)
+        there = torch.stack([out.any(1) for out in outs])  # [ranks, rows]
+        return not there.all() and bool((there.sum(0) <= 1).all())

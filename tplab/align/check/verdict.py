@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 
-from tplab.align.check.ordinary import noisy
+from tplab.align.check.ordinary import lower_precision, noisy
 from tplab.align.diagnosis import Diagnosis
 from tplab.align.floors import SHORT
 from tplab.align.guilty import Judge
@@ -14,7 +14,7 @@ from tplab.align.report import AlignReport, internal_error
 from tplab.checks import counted
 
 GROWN = 10  # floors: how far float32 rounding can grow in an engine whose modules are all right
-CLEARLY = 100  # floors: more than any rounding
+CLEARLY = 0.03  # of a row's largest value: more than any rounding
 _WEIGHTED = ("embed", "q", "k", "v", "gate", "up", "o_partial", "mlp_partial", "logits")  # points that a matrix makes
 _LONGEST = 480  # characters of a finding without --verbose: five lines
 _LOOKED = " Looked for and not found:"
@@ -29,15 +29,15 @@ class CheckReport(AlignReport):
 
     engine: ClassVar[str] = "engine"
     folder: str = ""
-    broken_off: tuple[str, ...] = ()  # ranks without a recording, calls without an end
+    broken_off: tuple[str, ...] = ()  # calls without an end
     stopped: tuple[str, ...] = ()  # calls in which the engine raised an error
     parameters: dict[str, str] = field(default_factory=dict)  # recorded weights that are not the checkpoint's
-    adapted: set[str] = field(default_factory=set)  # points that differ by what an adapter adds
+    told: tuple[str, ...] = ()  # layouts that the user gave
     failed: str = ""  # an internal error, and where; what was found before it is kept
 
     @cached_property
     def diagnoses(self) -> list[Diagnosis]:
-        if not (self.guilty or self.recording.contradictions):
+        if self.misplaced or not (self.guilty or self.recording.contradictions):
             return []
         try:
             return super().diagnoses
@@ -56,32 +56,41 @@ class CheckReport(AlignReport):
             return all(_likeness(self.judge, name) < 0.5 for name in made)
 
     @cached_property
-    def guilty(self) -> list[str]:
-        if self.other_checkpoint:
-            return []
-        known = self.recording.lost | self.adapted
-        return [name for name in super().guilty if name not in known]
+    def _wrong(self) -> list[str]:
+        """The points that are wrong for their own inputs."""
+        return [name for name, diff in self.local.items() if not diff.inside and name not in self.recording.lost]
 
     @cached_property
-    def unnamed(self) -> bool:
-        """Whether there are guilty points and no finding has a name; False in bfloat16 and float16, whose rounding can
-        look like a bug."""
-        return bool(self.guilty) and self.dtype not in SHORT and not any(one.fault for one in self.diagnoses)
+    def adapted(self) -> list[str]:
+        """Points that differ by what an adapter (LoRA) adds: all outputs of modules that have one, and no others."""
+        return self._wrong if self._wrong and {*self._wrong} == self.recording.adapted else []
+
+    @cached_property
+    def precision(self) -> tuple[str, set[str]]:
+        """A lower precision that a right engine may have, and the points that it explains."""
+        return lower_precision(self, self._wrong) if self._wrong and not self.misplaced else ("", set())
+
+    @cached_property
+    def guilty(self) -> list[str]:
+        if self.other_checkpoint or self.adapted:
+            return []
+        return [name for name in self._wrong if name not in self.precision[1]]
 
     @cached_property
     def quantised(self) -> bool:
-        """Whether no finding has a name, and every difference is like rounding to eight bits with unknown scales."""
-        with torch.inference_mode():
-            return self.unnamed and noisy(self, self.guilty)
+        """Whether no finding has a name, and every difference is like rounding to eight bits with unknown scales. Not
+        in bfloat16 and float16, whose rounding looks alike."""
+        return bool(self.guilty) and self.dtype not in SHORT and noisy(self, self.guilty) and not any(
+            one.fault for one in self.diagnoses)
 
     @cached_property
     def misplaced(self) -> bool:
-        """Whether no finding has a name, and all other points are right up to the end of the model: then the tensor was
-        taken for the wrong point."""
-        others = [point for point in self.points if point.name not in self.guilty]
-        return self.unnamed and others[-1:] == self.points[-1:] and all(
-            point.relative <= GROWN * point.floor for point in others) and all(
-            self.local[name].relative > CLEARLY * self[name].floor for name in self.guilty)
+        """Whether all other points are right up to the end of the model: then no error went on from the wrong ones, and
+        their tensors were taken for what they are not."""
+        others, grown = [p for p in self.points if p.name not in self._wrong], 1 if self.dtype in SHORT else GROWN
+        return bool(self._wrong) and others[-1:] == self.points[-1:] and all(
+            max(p.relative, 0) <= grown * p.floor for p in others) and all(
+            self.local[name].relative > CLEARLY for name in self._wrong)
 
     @property
     def ok(self) -> bool:
@@ -91,36 +100,51 @@ class CheckReport(AlignReport):
     def verdict(self) -> str:
         """``"bug"``: something is wrong; ``"clean"``: every recorded point is right, up to the end of every call."""
         if self.recording.contradictions or self.stopped or self.parameters and not self.other_checkpoint or (
-                self.guilty and not (self.quantised or self.misplaced)):
+                self.guilty and not (self.misplaced or self.quantised)):
             return "bug"
         return "cannot tell" if self.open_questions else "clean"
 
     @property
     def open_questions(self) -> list[str]:
-        """The reasons why the engine may be wrong although no bug was seen."""
-        known = self.guilty or self.other_checkpoint or self.adapted or self.recording.contradictions
+        """The reasons why the engine may be wrong although no bug was seen; each says what would decide."""
+        known = self._wrong or self.recording.contradictions
         far = not known and self.dtype not in SHORT and next(
             (p for p in self.points if not max(p.relative, 0) <= GROWN * p.floor), None)
-        first = next(iter(self.guilty), "")
         rules = [
-            (self.adapted, f"adapters (LoRA) change {_where(sorted(self.adapted))}, and the layers beneath are "
+            (self.adapted, f"adapters (LoRA) change {_where(self.adapted)}, and the layers beneath are "
                            f"{self.model}'s: give the checkpoint into which they are merged"),
             (self.other_checkpoint, f"no weight is {self.model}'s: the engine runs another checkpoint, or loaded none"),
-            (not (self.other_checkpoint or self.points or self.failed), "no point of the model was recorded"),
-            (not self.other_checkpoint and self.points and all(diff.unknown for diff in self.local.values()),
+            (not (self.points or self.failed), "no point of the model was recorded"),
+            (self.points and all(diff.unknown for diff in self.local.values()),
              "all recorded values are NaN or infinity"),
-            (self.quantised, "the differences are random and as large as rounding to eight bits: weights or a cache of "
-                             "eight bits, with scales that were not recorded"),
-            (self.misplaced, f"{first} differs, but points made from it are right, so another tensor is {first}. It "
-                             f"was taken {self.recording.assumed.get(first, 'wrongly')}; give names= to correct this"),
+            (self.guilty and not self.misplaced and self.quantised,
+             "the differences are random and as large as rounding to eight bits: weights or a cache of eight bits, "
+             "with scales that were not recorded"),
+            (self.guilty and self.misplaced, self.guilty and self._misplaced_where()),
             (far, far and f"{far.name} is off by {far.relative:.0e}, but every module is right for its own inputs")]
         return [self.failed] * bool(self.failed) + [*self.broken_off, *self.recording.unjudged] + [
             sentence for holds, sentence in rules if holds]
+
+    def _misplaced_where(self) -> str:
+        """The one question that would decide."""
+        kinds, first = {name.rpartition(".")[2] for name in self.guilty}, self.guilty[0]
+        heads = {"q", "k", "q_norm", "k_norm", "q_rope", "k_rope", "attn"}
+        said = f"{_where(self.guilty)} differ, but what is made from them is right up to the end. "
+        if kinds & {"q", "k"} and kinds <= heads and "pairs" not in self.told:
+            return said + ("Do the numbers in each head of q and k lie in pairs, as in Meta's own files? Then give "
+                           "--layout pairs")
+        if kinds >= {"q", "k", "v"} and kinds <= heads | {"v"} and "groups" not in self.told:
+            return said + "Does the fused q|k|v lie KV head by KV head? Then give --layout groups"
+        return said + (f"So another tensor is {first}, which was taken {self.recording.assumed.get(first, '')}; give "
+                       "--name to correct this")
 
     @property
     def warnings(self) -> list[str]:
         """What a right engine may do, and what it can lead to."""
         found = list(self.recording.warnings)
+        if self.precision[0]:
+            found.append(f"{self.precision[0]} explain{'s' * self.precision[0].startswith('a ')} how "
+                         f"{_where(sorted(self.precision[1]))} differ: no bug of the engine")
         apart = next((p for p in self.points if p.spread > 0 and self.local[p.name].inside), None)
         if apart and not self.guilty and not self.other_checkpoint:
             found.append(f"ranks differ by rounding: first at {apart.name}, by up to {apart.spread:.0e}; ranks that "

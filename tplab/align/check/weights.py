@@ -8,16 +8,16 @@ import torch
 from tplab.align.check.match import GROUP_OF, PARTS, Indices, real_items
 from tplab.align.check.names import role_in, split_name
 from tplab.align.check.shares import ROWS, Shares
-from tplab.align.tensors import Weights
-from tplab.align.points import POINTS, columns_of
+from tplab.align.points import POINTS, as_index, columns_of
 from tplab.align.recording import Parameter, Recording
+from tplab.align.tensors import Weights
 from tplab.checkpoint import Checkpoint
-from tplab.checkpoint.layout import EMBEDDING, HEAD
+from tplab.checkpoint.layout import EMBEDDING, EXPERTS, HEAD, tensor_parts
 
 _LINEAR = [part for parts in PARTS.values() for part in parts]
 
 
-def parameters_of(recorded, shares: Shares) -> tuple[list[dict[str, Parameter] | None], list[str]]:
+def parameters_of(recorded, shares: Shares, ckpt: Checkpoint) -> tuple[list[dict[str, Parameter] | None], list[str]]:
     """Per rank, checkpoint name → :class:`Parameter`, None for a rank that recorded none; and the names of weights
     that are no tensor of the checkpoint.
 
@@ -25,11 +25,12 @@ def parameters_of(recorded, shares: Shares) -> tuple[list[dict[str, Parameter] |
     count. A weight of another size is kept with the share that it should have, so that the comparison shows it.
     """
     held = [known.parameters if known else {} for known in recorded.ranks]
+    stored = tensor_parts(ckpt.config, ckpt.tensors)
     found, unknown = [], {}
     for rank, entries in enumerate(held):
         pieces: dict[str, Parameter] = {}
         for name, entry in entries.items():
-            own = _pieces(shares, name, entry, rank)
+            own = _pieces(shares, stored, name, entry, rank)
             pieces |= own
             if not own and entry.dtype.is_floating_point and name.endswith((".weight", ".bias")):
                 unknown[name] = None
@@ -49,28 +50,36 @@ def _parts(shares: Shares, name: str, entry, rank: int) -> tuple[str, dict[str, 
         return role, {role: entry.tensor()} if role in _LINEAR else {}
     tensor = entry.tensor()
     cut = shares.by_size(role, len(tensor), rank)
-    return (role, {part: tensor[rows] for part, rows in cut.items()}) if cut else ("", {})
+    return (role, {part: tensor[as_index(rows)] for part, rows in cut.items()}) if cut else ("", {})
 
 
-def _pieces(shares: Shares, name: str, entry, rank: int) -> dict[str, Parameter]:
+def _module(config, point: str, layer: int | None) -> str:
+    """The checkpoint's name of the module behind a point."""
+    name = EXPERTS[config.experts.stored][0] if point == "router_logits" else POINTS[point].module
+    return name if layer is None else f"model.layers.{layer}.{dict(config.norms).get(name, name)}"
+
+
+def _pieces(shares: Shares, stored, name: str, entry, rank: int) -> dict[str, Parameter]:
     """By the checkpoint's names, everything that is stacked in one recorded weight or bias."""
     (role, parts), layer, kind, found = _parts(shares, name, entry, rank), split_name(name)[0], name.rsplit(".")[-1], {}
 
     def target(point: str) -> str:
-        return f"{shares.expected.module(point, layer)}.{kind}"
+        return f"{_module(shares.config, point, layer)}.{kind}"
     if role in POINTS and POINTS[role].op == "norm" and kind == "weight":
         found[target(role)] = Parameter(entry.tensor())
     elif role in ROWS:
         (partial, source, group), tensor = ROWS[role], entry.tensor()
         if kind == "weight":
             found[target(partial)] = _share(tensor, 1, shares.layouts[group].indices[rank], shares.dim(source))
-        elif shares.expected.weight(target(partial)) is not None and not (rank and not tensor.any()):
+        elif target(partial) in stored and not (rank and not tensor.any()):
             found[target(partial)] = Parameter(tensor)  # added once: the other ranks may hold zeros
     elif role in ("embed", "head") and kind == "weight":
         name, tensor = EMBEDDING if role == "embed" else HEAD, entry.tensor()
         found[name] = _share(tensor, 0, shares.share("vocab", rank, len(tensor)) or shares.planned["vocab"][rank], 1)
     for part, rows in parts.items():
-        if shares.expected.weight(target(part)) is not None:
+        if part in ("q", "k") and "pairs" in shares.told:
+            rows = rows.unflatten(0, (-1, shares.dim(part) // 2, 2)).transpose(1, 2).flatten(0, 2)
+        if target(part) in stored:
             indices = shares.layouts[GROUP_OF[part]].indices[rank]
             found[target(part)] = _share(rows, 0, indices, shares.dim(part))
     return found
