@@ -308,7 +308,7 @@ SETUPS = {
     "LoRA on the MLP": Set(HfLike, LINES, adapted(*MLP, "down_proj")),
     "LoRA on fused matrices": Set(VllmLike, FLAT, adapted("qkv_proj", "gate_up_proj")),
     "a cache in fp8": Set(VllmLike, FLAT, stored(fp8(1.0)), warns="a cache in fp8 (e4m3), scale 1"),
-    "a scaled cache in fp8": Set(VllmLike, FLAT, stored(fp8(0.25)), warns="a cache in fp8 (e4m3), scale 0.25"),
+    "a scaled cache in fp8": Set(VllmLike, FLAT, stored(fp8(0.25)), warns="a cache in fp8 (e4m3)"),
     "a cache in int8": Set(VllmLike, FLAT, stored(int8), warns="a cache in int8, a scale for each token and head"),
     "int8 weights": Set(VllmLike, FLAT, rounded_weights(int8), warns="int8 weights, a scale for each row"),
     "fp8 weights": Set(VllmLike, FLAT, rounded_weights(lambda x: scaled(448, lambda y: y.to(torch.float8_e4m3fn).float(),

@@ -122,7 +122,7 @@ def _left(judge, diff, patches: tuple[Patch, ...]) -> float:
     """The part of a difference that a replay with these patches leaves, on the worst rank: 0 if it is rounding."""
     found = [0.0]
     for of in diff.guilty:
-        (held, right), changed = _pair(judge, diff.name, of), judge.made(diff.name, patches)[of][diff.name]
+        (held, right), changed = _pair(judge, diff.name, of), judge.broken(diff.name, patches)[of][diff.name]
         wrong, rest = ~(by_row(held, right) <= diff.tolerance), by_row(held, changed)
         if not (rest <= diff.tolerance).all():
             off, left = ((held - x).flatten(1)[wrong].norm(dim=1) for x in (right, changed))
