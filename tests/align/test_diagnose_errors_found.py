@@ -1,10 +1,8 @@
 """Errors in which runs ended, made by hand: which rank left what out, which waits, which sequences hold the blocks."""
 
 import pytest
-from helpers.sentences import hold
 
-from tplab.align import diagnose
-from tplab.align.diagnose import errors
+from tplab.align import diagnose, errors
 from tplab.engine.errors import EngineError, StandstillError, StrictError
 from tplab.ranks import OpRecord, RankError
 from tplab.ranks.errors import Cause
@@ -30,7 +28,7 @@ A, B = op(2), op(2, "all_gather")
     ([[op(1), A], [op(1), A], [op(1), B]], 2, True), ([[A], [A]], None, None), ([[], []], None, None),
     ([[op(1), op(2, shape=(1,), line=8)], [op(1), A]], 2, True)])
 def test_the_first_collective_in_which_ranks_are_not_together(logs, number, skipped):
-    found = hold(errors.different_collectives(failed(logs)))
+    found = errors.different_collectives(failed(logs))
     assert (found and (found.fault, found.numbers)) == (number and (
         "collective_skipped" if skipped else None, {"collective": number}))
 
@@ -42,7 +40,7 @@ def test_the_first_collective_in_which_ranks_are_not_together(logs, number, skip
     ((3, 0), ("waiting", "returned"), True), ((3, 2), ("waiting", "running"), False)])
 def test_which_rank_waits_for_which(lengths, kinds, seen):
     logs = [[op(seq) for seq in range(1, length + 1)] for length in lengths]
-    found = hold(errors.different_collectives(failed(logs, kinds)))
+    found = errors.different_collectives(failed(logs, kinds))
     assert (found and (found.fault, found.numbers)) == (
         ("collective_skipped", {"collective": max(lengths)}) if seen else None)
 
@@ -52,7 +50,7 @@ def test_where_a_rank_failed_by_itself_nothing_was_left_out(kinds):
     error = failed([[A], [B]], kinds, "raised ValueError: x\nline two,")
     assert errors.different_collectives(error) is errors.still_running(error) is None
     if kinds[0] == "raised":
-        assert hold(errors.one_rank_failed(error)).numbers == {"rank": 0}
+        assert errors.one_rank_failed(error).numbers == {"rank": 0}
     else:
         assert errors.one_rank_failed(error) is None, "the first of them did not"
     assert errors.one_rank_failed(EngineError("x")) is errors.one_rank_failed(RankError("x")) is None
@@ -62,7 +60,7 @@ def test_where_a_rank_failed_by_itself_nothing_was_left_out(kinds):
     (("running", "waiting"), 0), (("waiting", "running", "waiting"), 1), (("running", "running"), 0),
     (("running", "returned"), 0), (("waiting", "waiting"), None)])
 def test_a_rank_that_takes_long(kinds, rank):
-    found = hold(errors.still_running(failed([[A]] * len(kinds), kinds)))
+    found = errors.still_running(failed([[A]] * len(kinds), kinds))
     assert (found and found.numbers) == (None if rank is None else {"rank": rank})
 
 
@@ -72,19 +70,19 @@ def test_a_rank_that_takes_long(kinds, rank):
     (5, 3, [(0, 9, 4), (1, 8, 8)], "full_length_after_prefix_hit", {"tokens": 8}),
     (3, 3, [(7, 4, 5)], "full_length_after_prefix_hit", {"tokens": 4})])
 def test_an_engine_that_stands_still(used, held, waiting, fault, numbers):
-    found = hold(errors.standstill(StandstillError("x", used, held, waiting)))
+    found = errors.standstill(StandstillError("x", used, held, waiting))
     assert (found and (found.fault, found.numbers)) == (fault and (fault, numbers))
     assert errors.standstill(EngineError("x")) is None
 
 
 def test_what_strict_checks_saw():
-    found = hold(errors.strict_checks(StrictError("block 3", drawn=())))
+    found = errors.strict_checks(StrictError("block 3", drawn=()))
     assert found.fault is None
-    found = hold(errors.strict_checks(StrictError("other tokens", drawn=[{0: 1}, {0: 2}])))
+    found = errors.strict_checks(StrictError("other tokens", drawn=[{0: 1}, {0: 2}]))
     assert found.fault == "rank_local_sampling"
     assert errors.strict_checks(EngineError("x")) is None
 
 
 def test_an_error_of_which_nothing_is_known():
-    found = hold(diagnose(EngineError("a\nb")))
+    found = diagnose(EngineError("a\nb"))
     assert (found.fault, found.point) == (None, "error")

@@ -13,7 +13,7 @@ from tplab.align import align, align_decode, diagnose_all
 from tplab.align.check.verdict import CheckReport
 from tplab.align.floors import LOCAL
 from tplab.align.gather import recorded, trace_on_rank
-from tplab.align.guilty import local_diffs
+from tplab.align.guilty import Judge
 from tplab.align.judge import judge
 from tplab.align.points import layout, point_names
 from tplab.align.recording import Shard
@@ -44,8 +44,12 @@ def run(ckpt, tp=2, dtype=torch.float32, patches=()):
     return recorded(traces, plan, dtype, IDS, places, [len(IDS[number]) for number, _ in places], places), plan
 
 
+def judged(recording, ckpt, plan):
+    return Judge(recording, ckpt, plan).diffs()
+
+
 def guilty(recording, ckpt, plan):
-    return [name for name, diff in local_diffs(recording, ckpt, plan).items() if not diff.inside]
+    return [name for name, diff in judged(recording, ckpt, plan).items() if not diff.inside]
 
 
 def keep(recording, names):
@@ -56,7 +60,7 @@ def keep(recording, names):
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_nothing_of_a_healthy_engine_is_guilty_and_little_is_rounding(ckpt, dtype, tp):
     recording, plan = run(ckpt, tp, dtype)
-    diffs = local_diffs(recording, ckpt, plan)
+    diffs = judged(recording, ckpt, plan)
     assert set(diffs) == set(recording.points) and all(diff.inside and not diff.unknown for diff in diffs.values())
     assert max(diff.relative for diff in diffs.values()) < {torch.float32: 2e-6, torch.float64: 2e-7,
                                                             torch.bfloat16: 5 * LOCAL[dtype]}[dtype]
@@ -83,7 +87,7 @@ def test_any_selection_of_points_is_judged(ckpt, seed):
         recording, plan = run(ckpt, 2, dtype)
         assert guilty(keep(recording, some), ckpt, plan) == [], "healthy"
     recording, plan = run(ckpt, 2, patches=[fault("vocab_offset")])
-    found = local_diffs(keep(recording, some), ckpt, plan)
+    found = judged(keep(recording, some), ckpt, plan)
     assert [n for n, diff in found.items() if diff.guilty and not diff.perhaps_from] == some[:1], "the first one seen"
     report = judge(keep(recording, some), ckpt, plan, by_local=True, kind=CheckReport)
     assert report.verdict == "bug" and len(report.points) == len(some)
@@ -174,14 +178,14 @@ def test_a_rank_is_judged_by_its_own_values_where_others_hold_the_same_heads(ckp
             points[name] = [Shard(whole.tensor[:, list(order)], whole.kind, order)] * 2
     for name in ("layers.1.v", "layers.1.attn"):
         points[name] = [points[name][0], dataclasses.replace(points[name][1], tensor=2 * points[name][1].tensor)]
-    found = local_diffs(dataclasses.replace(recording, points=points), ckpt, plan)
+    found = judged(dataclasses.replace(recording, points=points), ckpt, plan)
     assert found["layers.1.v"].guilty == (1,) and found["layers.1.attn"].inside
 
 
 def test_a_rank_that_is_missing_is_filled_in(ckpt):
     recording, plan = run(ckpt, 3)
     points = {name: [held[0], None, held[2]] for name, held in recording.points.items()}
-    found = local_diffs(dataclasses.replace(recording, points=points), ckpt, plan)
+    found = judged(dataclasses.replace(recording, points=points), ckpt, plan)
     assert all(diff.inside for diff in found.values())
 
 

@@ -102,7 +102,7 @@ def _error_chain(error: TplabError) -> list[TplabError]:
 
 def _rounding(report: AlignReport) -> Diagnosis:
     point, worst = report.first_divergence, max(diff.relative for diff in report.local.values())
-    evidence = (f"the difference is {point.relative:.0e} of the scale, and no module is off by more than {worst:.0e} of "
-                "what its own inputs give")
+    evidence = (f"the difference is {point.relative:.0e} of the scale, and no module is off by more than {worst:.0e} "
+                "of what its own inputs give")
     return Diagnosis(None, sentence_of("most likely rounding", evidence, point.name), point.name,
                      {"relative": point.relative})

@@ -8,6 +8,20 @@ from tplab.align.diagnosis import Diagnosis
 from tplab.align.reference import hf_model
 from tplab.align.report import AlignReport, DecodeFacts
 from tplab.checks import counted
+from tplab.faults import MUSEUM
+
+# Bugs of which only the steps tell, and which the museum does not have.
+TITLES = {
+    "preempted_not_recomputed": "a sequence that was preempted is not computed again",
+    "cached_before_computed": "a block can be found before its keys are computed",
+    "prefix_never_found": "equal beginnings are not found in the prefix cache",
+    "softmax_before_gather": "each rank normalises the probabilities of its own part of the vocabulary"}
+
+
+def fact(fault: str, point: str, words: str, **numbers: float) -> Diagnosis:
+    """A diagnosis in the pattern of all sentences: the bug's title, then where it was seen."""
+    title = MUSEUM[fault].title if fault in MUSEUM else TITLES[fault]
+    return Diagnosis(fault, f"{title[:1].upper()}{title[1:]}. {words}", point, numbers)
 
 
 class Embedded:
@@ -44,10 +58,9 @@ def rows_in_other_orders(case: "Embedded") -> Diagnosis | None:
                     guess += weight[ids] * ((ids >= shard.vocab.start) & (ids < shard.vocab.stop))[:, None]
                 if case.fits(here, guess):
                     names = [[places[0][0] for places in some] for some in (sequences, order)]
-                    return Diagnosis(
-                        "row_order", f"In step {step.step_number} rank 0 holds the sequences in the order {names[0]}, "
-                        f"rank {ranks[0].rank} in the order {names[1]}: the all-reduce adds up embeddings of unlike "
-                        "tokens.", "embed")
+                    return fact("row_order", "embed", f"In step {step.step_number}, rank 0 holds them in the order "
+                                f"{names[0]}, rank {ranks[0].rank} in the order {names[1]}: the all-reduce adds up "
+                                "embeddings of unlike tokens.", step=step.step_number)
         return None
 
 
@@ -58,10 +71,9 @@ def rejected_draft_kept(case: "Embedded") -> Diagnosis | None:
     for step, number, position, token in _drafted(case.report.decode):
         row, true = row_of.get((number, position)), case.report.ids[number][position]
         if row is not None and token != true and case.fits(ours[row:row + 1], weight[[token]]):
-            return Diagnosis(
-                "rejected_draft_kept", f"In step {step} token {token} was drafted for position {position} of sequence "
-                f"{number}. The model chose {true} there, and the draft's token stayed: drafted tokens count up to the "
-                "first that the model would not have chosen.", "embed")
+            return fact("rejected_draft_kept", "embed", f"In step {step}, token {token} was drafted for position "
+                        f"{position} of sequence {number}, where the model chose {true}, and it stayed.", step=step,
+                        sequence=number, position=position)
     return None
 
 
@@ -80,22 +92,18 @@ def stale_block_table(report: AlignReport) -> str:
         for number, segment, *_ in step.requests:
             at_ranks, true = list(segment.block_ids), list(tables[number])
             if at_ranks[:len(true)] != true:
-                return (f"In step {step.step_number} the ranks were told that sequence {number} has the blocks "
-                        f"{at_ranks}; the scheduler had given it {true}. The old blocks had been taken from it by "
-                        "then.")
+                return (f"In step {step.step_number}, the ranks were told that sequence {number} has the blocks "
+                        f"{at_ranks}; the scheduler had given it {true}.")
     return ""
 
 
 # What a sequence finds in a slot that holds no key of its own.
 STRANGE_READS = {
-    "preempted_not_recomputed": "comes back after a preemption and reads its token {position} from a block that it has "
-    "just been given: its keys went with its old blocks and were not computed again.",
-    "prefix_hash_without_parent": "finds the block of token {position} in the prefix cache, and it holds the keys that "
-    "its tokens have behind the beginning of sequence {owner}: a block's key must include its parent's.",
-    "rejected_draft_findable": "finds a block in the prefix cache by tokens that were drafted for sequence {owner} and "
-    "rejected: since then the block holds other keys, such as that of token {token} at position {position}.",
-    "cached_before_computed": "finds a block in the prefix cache, and the key of token {position} in it was never "
-    "computed: it was made findable when its tokens were known, not when they were computed."}
+    "preempted_not_recomputed": "reads its token {position} from a block that it has just been given",
+    "prefix_hash_without_parent": "finds a block whose token {position} stands behind the beginning of sequence {owner}",
+    "rejected_draft_findable": "finds a block by tokens drafted for sequence {owner}; now it holds token {token} at "
+    "position {position}",
+    "cached_before_computed": "finds a block in which the key of token {position} was never computed"}
 
 
 def _strange_read(report: AlignReport) -> tuple[int, int, int, tuple[int, int], bool] | None:
@@ -126,7 +134,7 @@ def strange_blocks(report: AlignReport, name: str) -> Diagnosis | None:
     """Did the ranks work with the tables that the scheduler had? If so, does a sequence read a slot that holds no key
     of its own?"""
     if says := stale_block_table(report):
-        return Diagnosis("stale_block_table", says, name)
+        return fact("stale_block_table", name, says)
     facts, texts = report.decode, report.ids
     if facts is None or (read := _strange_read(report)) is None:
         return None
@@ -139,7 +147,8 @@ def strange_blocks(report: AlignReport, name: str) -> Diagnosis | None:
             "rejected_draft_findable" if (owner, position, token) in {found[1:] for found in _drafted(facts)} else
             "cached_before_computed")
     says = STRANGE_READS[fault].format(position=position, owner=owner, token=texts[owner][at])
-    return Diagnosis(fault, f"In step {step} sequence {number} {says}", name)
+    return fact(fault, name, f"In step {step}, sequence {number} {says}.", step=step, sequence=number,
+                position=position)
 
 
 def read_too_much(report: AlignReport) -> Diagnosis | None:
@@ -147,18 +156,16 @@ def read_too_much(report: AlignReport) -> Diagnosis | None:
     times = max((stats.bytes_read / (stats.parameter_bytes // report.dtype.itemsize * stored)
                  for stats in report.load_stats), default=0)
     if times >= 1.2:
-        return Diagnosis("full_copy_on_every_rank", f"The numbers are right, but a rank read {times:.1f} times the "
-                         "bytes that it keeps: whole tensors were read and cut afterwards.", "load", {"times": times})
+        return fact("full_copy_on_every_rank", "load", f"The numbers are right, but a rank read {times:.1f} times the "
+                    "bytes that it keeps.", times=times)
 
 
 def ranks_drew_differently(report: AlignReport) -> Diagnosis | None:
     for rank, drawn in enumerate(report.decode.drawn[1:] if report.decode else (), 1):
         for place, token in report.decode.drawn[0].items():
             if drawn.get(place) != token:
-                return Diagnosis("rank_local_sampling", f"From the same right logits rank 0 drew token {token} and "
-                                 f"rank {rank} token {drawn.get(place)}: each sampled by itself, where one choice "
-                                 "must hold for all.", "drawn",
-                                 {"rank": rank, "prompt": place[0], "position": place[1]})
+                return fact("rank_local_sampling", "drawn", f"From the same right logits, rank 0 drew token {token} and "
+                            f"rank {rank} token {drawn.get(place)}.", rank=rank, prompt=place[0], position=place[1])
 
 
 def drawn_by_parts_of_the_vocabulary(report: AlignReport) -> Diagnosis | None:
@@ -175,11 +182,9 @@ def drawn_by_parts_of_the_vocabulary(report: AlignReport) -> Diagnosis | None:
     if not wrong or (apart.max(-1).values - apart.gather(-1, drawn[:, None])[:, 0]).max() > 1e-2:
         return None
     number, position = places[wrong[0]]
-    return Diagnosis("softmax_before_gather", f"All logits are right, and {len(wrong)} of {len(drawn)} drawn tokens "
-                     f"are not the most probable ones: behind token {position} of prompt {number} one was drawn whose "
-                     f"logit is {behind[wrong[0]]:.1f} below the largest. They are the best by the ranks' "
-                     "probabilities, each normalized over its own part of the vocabulary.", "drawn",
-                     {"prompt": number, "position": position})
+    return fact("softmax_before_gather", "drawn", f"All logits are right, and {len(wrong)} of {len(drawn)} drawn tokens "
+                f"are not the most probable ones: behind token {position} of prompt {number} one was drawn whose logit "
+                f"is {behind[wrong[0]]:.1f} below the largest.", prompt=number, position=position)
 
 
 def prefix_never_found(report: AlignReport) -> Diagnosis | None:
@@ -193,10 +198,9 @@ def prefix_never_found(report: AlignReport) -> Diagnosis | None:
             begin = report.ids[number][:size]
             before = [other for other in full.values() if report.ids[other][:size] == begin]
             if number not in seen and not segment.start and before and segment.prompt_length > size:
-                return Diagnosis("prefix_never_found", f"The numbers are right, but prompt {number} is computed from "
-                                 f"its first token on, although it begins as prompt {before[0]} does, whose blocks "
-                                 "are full and went to no other sequence: equal beginnings are not found in the "
-                                 "prefix cache.", "steps", {"prompt": number, "before": before[0]})
+                return fact("prefix_never_found", "steps", f"The numbers are right, but prompt {number} is computed "
+                            f"from its first token on, although it begins as prompt {before[0]} does, whose blocks are "
+                            "full and went to no other sequence.", prompt=number, before=before[0])
         for number, segment, *_ in step.requests:
             seen.add(number)
             full = {block: other for block, other in full.items() if block not in segment.block_ids}
@@ -210,21 +214,20 @@ def tokens_computed_again(report: AlignReport) -> Diagnosis | None:
     done = sum(sequence.segment.count for step in report.decode.steps for sequence in step.requests)
     needed = sum(map(len, report.computed))
     if done != needed:
-        return Diagnosis("cache_ignored", f"The numbers are right, but {done} tokens were computed where {needed} were "
-                         "needed: steps begin at the first token again instead of using the cache.", "steps",
-                         {"computed": done, "needed": needed})
+        return fact("cache_ignored", "steps", f"The numbers are right, but {done} tokens were computed where {needed} "
+                    "were needed.", computed=done, needed=needed)
 
 
 def stale_table_without_harm(report: AlignReport) -> Diagnosis | None:
     says = stale_block_table(report)
-    return Diagnosis("stale_block_table", f"{says} This time it did no harm.", "blocks") if says else None
+    return fact("stale_block_table", "blocks", f"{says} This time it did no harm.") if says else None
 
 
 def blocks_not_released(report: AlignReport) -> Diagnosis | None:
     left, many = report.decode.blocks_left if report.decode else 0, len(report.ids)
     if left:
-        return Diagnosis("block_leaked", f"The numbers are right, but {counted(left, 'block')} of {many} "
-                         f"finished sequence{'s' * (many > 1)} never came back.", "blocks", {"left": left})
+        return fact("block_leaked", "blocks", f"The numbers are right, but {counted(left, 'block')} of {many} finished "
+                    f"sequence{'s' * (many > 1)} never came back.", left=left)
 
 
 COSTS = (read_too_much, ranks_drew_differently, drawn_by_parts_of_the_vocabulary, prefix_never_found,
