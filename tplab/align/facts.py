@@ -100,7 +100,7 @@ def stale_block_table(report: AlignReport) -> str:
 # What a sequence finds in a slot that holds no key of its own.
 STRANGE_READS = {
     "preempted_not_recomputed": "reads its token {position} from a block that it has just been given",
-    "prefix_hash_without_parent": "finds a block whose token {position} stands behind the beginning of sequence {owner}",
+    "prefix_hash_without_parent": "finds a block whose token {position} stands behind sequence {owner}'s beginning",
     "rejected_draft_findable": "finds a block by tokens drafted for sequence {owner}; now it holds token {token} at "
     "position {position}",
     "cached_before_computed": "finds a block in which the key of token {position} was never computed"}
@@ -164,8 +164,8 @@ def ranks_drew_differently(report: AlignReport) -> Diagnosis | None:
     for rank, drawn in enumerate(report.decode.drawn[1:] if report.decode else (), 1):
         for place, token in report.decode.drawn[0].items():
             if drawn.get(place) != token:
-                return fact("rank_local_sampling", "drawn", f"From the same right logits, rank 0 drew token {token} and "
-                            f"rank {rank} token {drawn.get(place)}.", rank=rank, prompt=place[0], position=place[1])
+                return fact("rank_local_sampling", "drawn", f"From the same right logits, rank 0 drew token {token}, and "
+                            f"rank {rank} drew {drawn.get(place)}.", rank=rank, prompt=place[0], position=place[1])
 
 
 def drawn_by_parts_of_the_vocabulary(report: AlignReport) -> Diagnosis | None:
@@ -182,9 +182,9 @@ def drawn_by_parts_of_the_vocabulary(report: AlignReport) -> Diagnosis | None:
     if not wrong or (apart.max(-1).values - apart.gather(-1, drawn[:, None])[:, 0]).max() > 1e-2:
         return None
     number, position = places[wrong[0]]
-    return fact("softmax_before_gather", "drawn", f"All logits are right, and {len(wrong)} of {len(drawn)} drawn tokens "
-                f"are not the most probable ones: behind token {position} of prompt {number} one was drawn whose logit "
-                f"is {behind[wrong[0]]:.1f} below the largest.", prompt=number, position=position)
+    return fact("softmax_before_gather", "drawn", f"All logits are right, and {len(wrong)} of {len(drawn)} drawn "
+                f"tokens are not the most probable ones: behind token {position} of prompt {number}, the drawn one's "
+                f"logit is {behind[wrong[0]]:.1f} below the largest.", prompt=number, position=position)
 
 
 def prefix_never_found(report: AlignReport) -> Diagnosis | None:
