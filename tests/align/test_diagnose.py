@@ -237,7 +237,8 @@ def lost_at(point, row, value, decoding):
     def wrong(self, *args):
         out = original(target)(self, *args)
         calls[rank()] = calls.get(rank(), 0) + (target == REDUCE)
-        here = {"o_proj": calls[rank()] % 6 == 3, "mlp": calls[rank()] % 6 == 4}.get(point, getattr(self, "layer", 1) == 1)
+        here = {"o_proj": calls[rank()] % 6 == 3, "mlp": calls[rank()] % 6 == 4}.get(
+            point, getattr(self, "layer", 1) == 1)
         rows = out[2] if point == "v" else out
         if point == "input_norm" and args[0] != point:
             return out
@@ -250,8 +251,8 @@ def lost_at(point, row, value, decoding):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("point, row, decoding, tp", [
-    ("o_proj", 5, False, 2), ("mlp", 5, False, 2), ("attn", 5, False, 2), ("attn", -1, False, 1), ("o_proj", 0, True, 2),
-    ("mlp", 0, True, 3), ("input_norm", 5, False, 2), ("attn", 0, True, 2)])
+    ("o_proj", 5, False, 2), ("mlp", 5, False, 2), ("attn", 5, False, 2), ("attn", -1, False, 1),
+    ("o_proj", 0, True, 2), ("mlp", 0, True, 3), ("input_norm", 5, False, 2), ("attn", 0, True, 2)])
 def test_a_row_of_nan_has_its_place_and_no_name(models, point, row, value, decoding, tp):
     report = align_decode(models("llama"), prompts(67), new_tokens=4, tensor_parallel_size=tp, logical=True,
                           patches=lost_at(point, row, value, decoding))

@@ -47,7 +47,8 @@ def loaded(target: str, change, parameter=("weight", "bias")):
 # Norms.
 
 variant("epsilon from the start", "norm_epsilon", f"{NORM}.__init__", then(f"{NORM}.__init__", set_to(eps=1e-3)))
-variant("a norm's weight of ones", "norm_weight_missing", f"{NORM}.load", loaded(f"{NORM}.load", lambda s, x: x * 0 + 1))
+variant("a norm's weight of ones", "norm_weight_missing", f"{NORM}.load",
+        loaded(f"{NORM}.load", lambda s, x: torch.ones_like(x)))
 variant("1 added on loading", "norm_plus_one", f"{NORM}.load", loaded(f"{NORM}.load", lambda s, x: x + 1))
 variant("centred before the norm", "layer_norm", f"{NORM}.forward", lambda self, x: original(f"tplab.{NORM}.forward")(
     self, x - x.mean(-1, keepdim=True)))

@@ -164,8 +164,8 @@ def ranks_drew_differently(report: AlignReport) -> Diagnosis | None:
     for rank, drawn in enumerate(report.decode.drawn[1:] if report.decode else (), 1):
         for place, token in report.decode.drawn[0].items():
             if drawn.get(place) != token:
-                return fact("rank_local_sampling", "drawn", f"From the same right logits, rank 0 drew token {token}, and "
-                            f"rank {rank} drew {drawn.get(place)}.", rank=rank, prompt=place[0], position=place[1])
+                return fact("rank_local_sampling", "drawn", f"From the same right logits, rank 0 drew token {token} "
+                            f"and rank {rank} token {drawn.get(place)}.", rank=rank, prompt=place[0], position=place[1])
 
 
 def drawn_by_parts_of_the_vocabulary(report: AlignReport) -> Diagnosis | None:
