@@ -9,7 +9,7 @@ from tplab.align.diagnosis import Diagnosis, sentence_of
 from tplab.align.floors import SHORT
 from tplab.align.guilty import by_row, unseen_before
 from tplab.align.points import POINTS, layer_of, layout
-from tplab.align.read_off import ReadOff, read_off, stale_row
+from tplab.align.read_off import ReadOff, few_digits, other_positions, stale_row
 from tplab.align.replay import REDUCES
 from tplab.align.report import AlignReport
 from tplab.faults import Fault
@@ -99,8 +99,8 @@ class GuiltyPoint:
                          scope=best.scope, ranks=ranks)
 
     def _asked(self, explained: list[Bug], known_only: bool) -> Iterable[list[Bug]]:
-        """The bugs to be asked, in groups: those that explained other points; the museum's that first show here; what
-        can be read off; the rest of the museum; the probes; all of them on one rank."""
+        """The bugs to be asked, in groups: those that explained other points; the museum's that first show here; few
+        digits; the rest of the museum; the probes; what else can be read off; all of them on one rank."""
         yield [*explained]
         if known_only:
             return
@@ -109,11 +109,11 @@ class GuiltyPoint:
         yield [bug for bug in nearest if bug not in explained]
         if self.short in self.judge.unexplained:
             return  # the same point of an earlier layer was not explained either
-        yield list(read_off(self))
+        yield list(few_digits(self))
         yield [bug for bug in faults if bug not in nearest and self._can_show(bug)]
         probes = [bug for bug in self.judge.bugs if isinstance(bug, Probe) and self._can_show(bug)]
         yield probes
-        yield list(stale_row(self))
+        yield [*other_positions(self), *stale_row(self)]
         summands = {short for short in self.shorts if layout(short) == "partial" or short == "embed"} - {self.short}
         if len(self.judge.stage(self.name)) > 1 and (summands or self.short == "embed"):
             yield [on_rank(bug, rank) for rank in self.judge.stage(self.name) for bug in [*nearest, *probes]]

@@ -26,18 +26,13 @@ class ReadOff:
     guess: Callable[["GuiltyPoint"], dict[int, torch.Tensor] | None]
 
 
-def read_off(point: "GuiltyPoint") -> Iterator[ReadOff]:
-    """Was it rounded to fewer digits? Was it turned as if it stood elsewhere?"""
+def few_digits(point: "GuiltyPoint") -> Iterator[ReadOff]:
+    """Was it rounded to fewer digits?"""
     for dtype in (torch.bfloat16, torch.float16) if point.report.dtype not in SHORT else ():
         bug = ReadOff("low_precision", f"the numbers are {str(dtype).removeprefix('torch.')}'s, and the run's dtype is "
                       f"{str(point.report.dtype).removeprefix('torch.')}", _rounded(dtype))
         if bug.guess(point) is not None:
             yield bug
-    if "rope" in point.ops and point.short in ("q_rope", "k_rope") and (used := _positions(point)) is not None:
-        row = next((r for r, (u, (_, p)) in enumerate(zip(used, point.places)) if u != p), None)
-        if row is not None:
-            yield ReadOff("rope_positions", f"positions are not right: the token at {point.places[row][1]} is turned "
-                          f"as if it stood at {used[row]}", lambda other: _turned(other, used))
 
 
 def _rounded(dtype: torch.dtype) -> Callable:
@@ -51,6 +46,15 @@ def _rounded(dtype: torch.dtype) -> Callable:
 
 # Positions.
 
+def other_positions(point: "GuiltyPoint") -> Iterator[ReadOff]:
+    """Was each token turned as if it stood elsewhere?"""
+    used = _positions(point) if point.short in ("q_rope", "k_rope") else []
+    row = next((r for r, (u, (_, p)) in enumerate(zip(used, point.places)) if u != p), None)
+    if row is not None:
+        yield ReadOff("rope_positions", f"positions are not right: the token at {point.places[row][1]} is turned as if "
+                      f"it stood at {used[row]}", lambda other: _turned(other, used))
+
+
 def _tables(point: "GuiltyPoint", positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     config = point.judge.config
     kind = config.rope_layer_types[point.layer:][:1]
@@ -58,21 +62,19 @@ def _tables(point: "GuiltyPoint", positions: torch.Tensor) -> tuple[torch.Tensor
     return Rotary(config.hf)(torch.empty(0, dtype=point.judge.exact), positions, lengths, *kind)
 
 
-def _positions(point: "GuiltyPoint") -> list[int] | None:
-    """As which position was each token turned? All are tried, from -1 on; None for models of other rotations."""
+def _positions(point: "GuiltyPoint") -> list[int]:
+    """As which position was each token turned? All are tried, from -1 on."""
     candidates = torch.arange(-1, len(point.places) + 3)
     cos, sin = _tables(point, candidates)
     rank = point.ranks[0]
     x = _before(point, rank)
-    if x is None:
-        return None
     turn = rotate(point.judge.config.model_type)
     far = torch.stack([by_row(point.held[rank], turn(x, x[:, :0], cos[:, [i]], sin[:, [i]])[0][0].transpose(0, 1))
                        for i in range(len(candidates))])
     return candidates[far.argmin(0)].tolist()
 
 
-def _before(point: "GuiltyPoint", rank: int) -> torch.Tensor | None:
+def _before(point: "GuiltyPoint", rank: int) -> torch.Tensor:
     """What goes into the rotation, ``[1, heads, rows, head_dim]``."""
     name = inputs(point.name, point.judge.config)[0]
     return point.judge.into(name, rank).to(point.judge.exact).transpose(0, 1)[None]

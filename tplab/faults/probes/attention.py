@@ -20,24 +20,21 @@ def _(shift):
     return wrong
 
 
-probe("mask_of_another_row", "attention", _MASK, "all rows of a batch have the mask of its first one",
-      lambda positions, keys: causal_mask(positions[:1].expand_as(positions), keys))
+for _name, _title, _change in (
+        ("mask_of_another_row", "all rows of a batch have the mask of its first one",
+         lambda positions, keys: causal_mask(positions[:1].expand_as(positions), keys)),
+        ("mask_without_past", "the mask begins at the first key, not behind the cached ones",
+         lambda positions, keys: causal_mask(positions - positions[:, :1], keys)),
+        ("cache_not_read", "tokens see their own call alone", lambda positions, keys: causal_mask(positions, keys) | (
+            torch.arange(keys) < positions[:, :1, None])[:, None])):
+    probe(_name, "attention", _MASK, _title, _change)
 
-probe("mask_misused", "attention", _SCORES, "the mask is added as {}, where it must hide",
-      lambda value: lambda scores, mask: scores + mask.to(scores.dtype) * value, each=(1.0, -1.0))
-
-probe("mask_misused", "attention", _SCORES, "the mask is multiplied with the scores, where it must hide",
-      lambda scores, mask: scores * ~mask)
-
-probe("mask_inverted", "attention", _SCORES, "the mask is the wrong way round",
-      lambda scores, mask: mask_scores(scores, ~mask))
-
-probe("mask_without_past", "attention", _MASK, "the mask begins at the first key, not behind the cached ones",
-      lambda positions, keys: causal_mask(positions - positions[:, :1], keys))
-
-probe("cache_not_read", "attention", _MASK, "tokens see their own call alone",
-      lambda positions, keys: causal_mask(positions, keys) | (
-          torch.arange(keys) < positions[:, :1, None])[:, None])
+for _name, _title, _change in (
+        ("mask_misused", "the mask is multiplied with the scores, where it must hide", lambda s, mask: s * ~mask),
+        ("mask_misused", "the mask is added as 1, where it must hide", lambda s, mask: s + mask.to(s)),
+        ("mask_misused", "the mask is added as -1, where it must hide", lambda s, mask: s - mask.to(s)),
+        ("mask_inverted", "the mask is the wrong way round", lambda s, mask: mask_scores(s, ~mask))):
+    probe(_name, "attention", _SCORES, _title, _change)
 
 probe("sliding_window", "attention", _MASK, "each token sees the last {} tokens alone",
       lambda size: lambda positions, keys: causal_mask(positions, keys) | (
@@ -46,9 +43,6 @@ probe("sliding_window", "attention", _MASK, "each token sees the last {} tokens 
 
 probe("sliding_window", "attention", "model.attention.within_window", "the window is off by {:+}",
       lambda more: lambda mask, window: within_window(mask, window + more), each=(-1, 1))
-
-probe("sliding_window", "attention", "model.attention.within_window", "the window is ignored",
-      lambda mask, window: mask)
 
 probe("cross_sequence_attention", "attention", _ALL, "the sequences of a call see each other",
       lambda self, q, k, v, context: was(_ALL)(
@@ -75,14 +69,12 @@ def _weighted(weights):
     return wrong
 
 
-probe("mask_misused", "attention", _ATTEND, "the mask is applied behind the softmax",
-      _weighted(lambda scores, mask: torch.softmax(scores, -1) * ~mask))
-
-probe("softmax_missing", "attention", _ATTEND, "the scores are the weights, without a softmax",
-      _weighted(lambda scores, mask: scores * ~mask))
-
-probe("softmax_dim", "attention", _ATTEND, "the softmax runs over the queries, not over the keys",
-      _weighted(lambda scores, mask: torch.softmax(mask_scores(scores, mask), -2)))
+for _name, _title, _weights in (
+        ("mask_misused", "the mask is applied behind the softmax", lambda scores, mask: scores.softmax(-1) * ~mask),
+        ("softmax_missing", "the scores are the weights, without a softmax", lambda scores, mask: scores * ~mask),
+        ("softmax_dim", "the softmax runs over the queries, not over the keys",
+         lambda scores, mask: mask_scores(scores, mask).softmax(-2))):
+    probe(_name, "attention", _ATTEND, _title, _weighted(_weights))
 
 probe("softmax_dtype", "attention", _SOFTMAX, "the softmax is computed in {}",
       lambda dtype: lambda scores: torch.softmax(scores.to(dtype), -1).to(scores.dtype),

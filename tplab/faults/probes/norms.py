@@ -30,35 +30,25 @@ probe("norm_over_all_heads", "norm", _RMS, "q and k are normalised over all head
 
 
 def _changed(change):
-    """A norm whose result is ``change(self, x in float32, the weight's factor)``."""
+    """A norm whose result is ``change(self, x in float32, the factor that its weight is)``."""
     def wrong(self, x):
         return change(self, x.float(), self.weight.float() + isinstance(self, GemmaRMSNorm)).to(x.dtype)
     return wrong
-
-
-probe("norm_weight_missing", "norm", _NORMS, "the norm does not multiply by its weight",
-      _changed(lambda self, x, factor: x * self.inverse_rms(x)))
-
-probe("norm_plus_one", "norm", _NORMS, "the norm multiplies by 1 + weight, as Gemma does",
-      _changed(lambda self, x, factor: x * self.inverse_rms(x) * (1 + factor)),
-      needs=lambda config: config.norm != "GemmaRMSNorm")
-
-probe("layer_norm", "norm", _NORMS, "a LayerNorm stands where an RMSNorm should: the mean is subtracted",
-      _changed(lambda self, x, factor: F.layer_norm(x, x.shape[-1:], eps=self.eps) * factor))
-
-probe("norm_missing", "norm", _NORMS, "there is no norm", lambda self, x: x.clone())
-
-probe("norm_missing", "norm", _NORMS, "the norm multiplies by its weight and does not normalise",
-      _changed(lambda self, x, factor: x * factor))
-
 
 
 def _once(norm, x, factor):
     return x * norm.inverse_rms(x) * factor
 
 
-probe("norm_twice", "norm", _NORMS, "it is normalised twice",
-      _changed(lambda self, x, factor: _once(self, _once(self, x, factor), factor)))
+for _name, _title, _change in (
+        ("norm_weight_missing", "the norm does not multiply by its weight", lambda self, x, w: _once(self, x, 1)),
+        ("norm_plus_one", "the norm multiplies by 1 + weight, as Gemma does", lambda self, x, w: _once(self, x, 1 + w)),
+        ("layer_norm", "a LayerNorm stands where an RMSNorm should: the mean is subtracted",
+         lambda self, x, w: F.layer_norm(x, x.shape[-1:], eps=self.eps) * w),
+        ("norm_missing", "there is no norm", lambda self, x, w: x),
+        ("norm_missing", "the norm multiplies by its weight and does not normalise", lambda self, x, w: x * w),
+        ("norm_twice", "it is normalised twice", lambda self, x, w: _once(self, _once(self, x, w), w))):
+    probe(_name, "norm", _NORMS, _title, _changed(_change))
 
 _NORMED, _OTHER = "model.decoder.DecoderLayer.normed", {"input_norm": "post_attention_layernorm",
                                                         "post_norm": "input_layernorm"}

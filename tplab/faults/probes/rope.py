@@ -16,28 +16,37 @@ def _turned(change):
     return wrong
 
 
-probe("rope_direction", "rope", _ROPE, "q and k are turned the other way round",
-      _turned(lambda right, q, k, cos, sin: right(q, k, cos, -sin)))
+def _neighbours(table):
+    return table[..., :table.shape[-1] // 2].repeat_interleave(2, -1)
 
-probe("rope_twice", "rope", _ROPE, "q and k are turned twice",
-      _turned(lambda right, q, k, cos, sin: right(*right(q, k, cos, sin), cos, sin)))
 
-probe("rope_terms", "rope", _ROPE, "cos and sin change places",
-      _turned(lambda right, q, k, cos, sin: right(q, k, sin, cos)))
+def _unscaled(right, q, k, cos, sin):
+    size = (cos[..., :1] ** 2 + sin[..., :1] ** 2).sqrt()
+    return right(q, k, cos / size, sin / size)
 
-probe("rope_terms", "rope", _ROPE, "only the term with {} is there",
-      lambda kept: _turned(lambda right, q, k, cos, sin: right(q, k, cos * (kept == "cos"), sin * (kept == "sin"))),
-      each=("cos", "sin"))
+
+for _name, _title, _change in (
+        ("rope_direction", "q and k are turned the other way round",
+         lambda right, q, k, cos, sin: right(q, k, cos, -sin)),
+        ("rope_twice", "q and k are turned twice",
+         lambda right, q, k, cos, sin: right(*right(q, k, cos, sin), cos, sin)),
+        ("rope_terms", "cos and sin change places", lambda right, q, k, cos, sin: right(q, k, sin, cos)),
+        ("rope_terms", "the term with sin is missing", lambda right, q, k, cos, sin: right(q, k, cos, 0 * sin)),
+        ("rope_terms", "the term with cos is missing", lambda right, q, k, cos, sin: right(q, k, 0 * cos, sin)),
+        ("rope_terms", "cos and sin are laid out for neighbours, and halves are turned",
+         lambda right, q, k, cos, sin: right(q, k, _neighbours(cos), _neighbours(sin))),
+        ("low_precision", "q and k are rounded to bfloat16 before they are turned",
+         lambda right, q, k, cos, sin: right(q.bfloat16().to(q), k.bfloat16().to(k), cos, sin)),
+        ("low_precision", "q and k are rounded to float16 before they are turned",
+         lambda right, q, k, cos, sin: right(q.half().to(q), k.half().to(k), cos, sin)),
+        ("rope_attention_factor", "cos and sin lack the scaling's attention factor", _unscaled)):
+    probe(_name, "rope", _ROPE, _title, _turned(_change), needs=lambda config, name=_name: (
+        name != "rope_attention_factor" or config.hf.rope_parameters.get("rope_type") in ("yarn", "longrope")))
 
 
 @probe("rope_terms", "rope", _ROPE, "the half that should be subtracted is added, so each pair is mirrored")
 def _(self, q, k, cos, sin):
     return tuple(x * cos[0, :, None] + x.roll(x.shape[-1] // 2, -1) * sin[0, :, None] for x in (q, k))
-
-
-probe("rope_terms", "rope", _ROPE, "cos and sin are laid out for neighbours, and halves are turned",
-      _turned(lambda right, q, k, *tables: right(q, k, *(
-          table[..., :table.shape[-1] // 2].repeat_interleave(2, -1) for table in tables))))
 
 
 @probe("rope_viewed", "rope", _ROPE, "heads and tokens are viewed as each other, not transposed, for the rotation")
@@ -63,20 +72,6 @@ def _(share):
         still = torch.arange(cos.shape[-1]) % half >= half // share
         return right(q, k, cos.masked_fill(still, 1), sin.masked_fill(still, 0))
     return _turned(change)
-
-
-probe("low_precision", "rope", _ROPE, "q and k are rounded to {} before they are turned",
-      lambda dtype: _turned(lambda right, q, k, cos, sin: right(q.to(dtype).to(q), k.to(dtype).to(k), cos, sin)),
-      each=(torch.bfloat16, torch.float16))
-
-
-def _unscaled(right, q, k, cos, sin):
-    size = (cos[..., :1] ** 2 + sin[..., :1] ** 2).sqrt()
-    return right(q, k, cos / size, sin / size)
-
-
-probe("rope_attention_factor", "rope", _ROPE, "cos and sin lack the scaling's attention factor", _turned(_unscaled),
-      needs=lambda config: config.hf.rope_parameters.get("rope_type") in ("yarn", "longrope"))
 
 
 # The angles.

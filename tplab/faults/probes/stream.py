@@ -26,37 +26,30 @@ def _layer(residual=lambda self, x, normed, a: x + a, output=lambda x, r, behind
     return wrong
 
 
-probe("residual_missing", "add", _LAYER, "the residual is not added: the stream is the {}'s output alone",
-      lambda block: _layer(residual=lambda self, x, normed, a: a) if block == "attention" else
-      _layer(output=lambda x, r, behind, m, a: m), each=("attention", "MLP"))
+for _name, _title, _wrong in (
+        ("residual_missing", "the stream is the attention's output alone", _layer(residual=lambda self, x, n, a: a)),
+        ("residual_missing", "the stream is the MLP's output alone", _layer(output=lambda x, r, n, m, a: m)),
+        ("residual_wrong_place", "the attention's output is added to the stream behind the norm",
+         _layer(residual=lambda self, x, n, a: n + a)),
+        ("residual_wrong_place", "the MLP's output is added to the stream behind the norm",
+         _layer(output=lambda x, r, n, m, a: n + m)),
+        ("residual_wrong_place", "the MLP's output is added to the stream from before attention",
+         _layer(output=lambda x, r, n, m, a: x + m)),
+        ("sublayer_missing", "the attention's output is not added", _layer(residual=lambda self, x, n, a: x)),
+        ("sublayer_missing", "the MLP's output is not added", _layer(output=lambda x, r, n, m, a: r)),
+        ("residual_on_every_rank", "the residual is added once for each rank, before the sum",
+         _layer(lambda self, x, n, a: world_size() * x + a, lambda x, r, n, m, a: world_size() * r + m)),
+        ("parallel_sublayers", "the attention's output is added twice: with the MLP's once more",
+         _layer(output=lambda x, r, n, m, a: r + m + a)),
+        ("norm_in_place", "the second norm overwrites the stream",
+         _layer(residual=lambda self, x, n, a: self.post_attention_layernorm(x + a)))):
+    probe(_name, "add", _LAYER, _title, _wrong)
 
-probe("residual_wrong_place", "add", _LAYER, "the {}'s output is added to the stream behind the norm",
-      lambda block: _layer(residual=lambda self, x, normed, a: normed + a) if block == "attention" else
-      _layer(output=lambda x, r, behind, m, a: behind + m), each=("attention", "MLP"))
-
-probe("residual_wrong_place", "add", _LAYER, "the MLP's output is added to the stream from before attention",
-      _layer(output=lambda x, r, behind, m, a: x + m))
-
-probe("sublayer_missing", "add", _LAYER, "the {}'s output is not added",
-      lambda block: _layer(residual=lambda self, x, normed, a: x) if block == "attention" else
-      _layer(output=lambda x, r, behind, m, a: r), each=("attention", "MLP"))
-
-probe("residual_on_every_rank", "add", _LAYER, "the residual is added once for each rank, before the sum",
-      _layer(residual=lambda self, x, normed, a: world_size() * x + a,
-             output=lambda x, r, behind, m, a: world_size() * r + m))
+for _name, _title, _wrong in (
+        ("norm_skipped", "attention is given the stream from before the norm", _layer(attended=lambda x, n: x)),
+        ("norm_skipped", "the MLP is given the stream from before the norm", _layer(gated=lambda n, r, b: r)),
+        ("norm_wrong_input", "the MLP is given what goes into attention", _layer(gated=lambda n, r, b: n))):
+    probe(_name, "linear gated", _LAYER, _title, _wrong)
 
 probe("residual_unscaled", "add", "model.decoder.DecoderLayer.scaled", "the block's output is not scaled",
       lambda self, branch: branch, needs=lambda config: config.residual_multiplier != 1)
-
-probe("parallel_sublayers", "add", _LAYER, "the attention's output is added twice: with the MLP's once more",
-      _layer(output=lambda x, r, behind, m, a: r + m + a))
-
-probe("norm_in_place", "add", _LAYER, "the second norm overwrites the stream",
-      _layer(residual=lambda self, x, normed, a: self.post_attention_layernorm(x + a)))
-
-probe("norm_skipped", "linear gated", _LAYER, "the {} is given the stream, not what the norm makes of it",
-      lambda block: _layer(attended=lambda x, normed: x) if block == "attention" else
-      _layer(gated=lambda normed, r, behind: r), each=("attention", "MLP"))
-
-probe("norm_wrong_input", "linear gated", _LAYER, "the MLP is given what goes into attention",
-      _layer(gated=lambda normed, r, behind: normed))

@@ -41,6 +41,3 @@ probe("all_reduce_missing", "embed", _EMBED, "no all-reduce after the embedding"
 
 probe("all_reduce_twice", "embed", _EMBED, "the embedding is reduced twice",
       lambda self, ids: all_reduce(was(_EMBED)(self, ids)))
-
-probe("all_reduce_average", "embed", _EMBED, "the ranks' parts of the embedding are averaged",
-      lambda self, ids: was(_EMBED)(self, ids) / world_size())

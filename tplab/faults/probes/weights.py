@@ -8,35 +8,27 @@ from tplab.ranks import rank, world_size
 
 _COLUMNS, _FORWARD = "shard.linear.row_shard", "shard.linear.MergedColumnParallelLinear.forward"
 _ROWS, _MERGED = "shard.linear.column_shard", "shard.linear.merged_shard"
-_SPLIT, _LOAD = "shard.linear.QKVParallelLinear.split_heads", "shard.linear.QKVParallelLinear.load"
+_SPLIT, _PARTIAL = "shard.linear.QKVParallelLinear.split_heads", "shard.linear.RowParallelLinear.partial"
 
-
-def _has_bias(config) -> tuple:
-    return (None,) * bool(config.qkv_bias or config.mlp_bias)
-
-
-probe("bias_missing", "linear", _FORWARD, "the bias is left out",
-      lambda self, x: F.linear(x, self.weight), needs=_has_bias)
-
-probe("bias_missing", "linear", "shard.linear.RowParallelLinear.partial", "the bias is left out",
-      lambda self, x: F.linear(x, self.weight), needs=lambda config: config.o_bias or config.mlp_bias)
+probe("bias_missing", "linear", f"{_FORWARD} {_PARTIAL}", "the bias is left out",
+      lambda self, x: F.linear(x, self.weight))
 
 probe("bias_twice", "linear", _FORWARD, "the bias is added twice",
-      lambda self, x: was(_FORWARD)(self, x) + (0 if self.bias is None else self.bias), needs=_has_bias)
+      lambda self, x: was(_FORWARD)(self, x) + (0 if self.bias is None else self.bias))
 
 probe("bias_first_rows", "linear", _MERGED, "every rank has the first rows of the bias",
       lambda sources, ranges: torch.cat([source[:len(rows)] for source, rows in zip(sources, ranges)]) if len(
-          sources[0].shape) == 1 else was(_MERGED)(sources, ranges), needs=_has_bias)
+          sources[0].shape) == 1 else was(_MERGED)(sources, ranges))
 
 probe("weight_not_loaded", "linear", _FORWARD, "the weight is zero",
       lambda self, x: F.linear(x, torch.zeros_like(self.weight), self.bias))
 
-probe("weight_not_loaded", "linear", "shard.linear.RowParallelLinear.partial", "the weight is zero",
+probe("weight_not_loaded", "linear", _PARTIAL, "the weight is zero",
       lambda self, x: F.linear(x, torch.zeros_like(self.weight), self.bias if self.adds_bias else None))
 
 
 @probe("wrong_layer", "linear norm experts", "model.loader.by_parameter", "the weights are those of layer {}",
-       each=lambda config: range(config.num_layers) if config.num_layers > 1 else ())
+       each=lambda config: range(config.num_layers))
 def _(layer):
     def wrong(parts):
         right = was("model.loader.by_parameter")(parts)
