@@ -58,8 +58,7 @@ def other_positions(point: "GuiltyPoint") -> Iterator[ReadOff]:
 def _tables(point: "GuiltyPoint", positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     config = point.judge.config
     kind = config.rope_layer_types[point.layer:][:1]
-    lengths = [int(positions.max()) + 1] if len(positions) == 1 else [len(positions)]
-    return Rotary(config.hf)(torch.empty(0, dtype=point.judge.exact), positions, lengths, *kind)
+    return Rotary(config.hf)(torch.empty(0, dtype=point.judge.exact), positions, [len(positions)], *kind)
 
 
 def _positions(point: "GuiltyPoint") -> list[int]:
