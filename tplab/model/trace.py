@@ -20,7 +20,7 @@ def recording(given: dict[str, torch.Tensor] | None = None) -> Iterator[dict[str
     """
     if getattr(_active, "points", None) is not None:
         raise RuntimeError("a trace is being recorded already")
-    _active.points, _active.given = {}, given or {}
+    _active.points, _active.given = {}, {} if given is None else given
     try:
         yield _active.points
     finally:
