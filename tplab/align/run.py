@@ -86,7 +86,6 @@ def prepared(model, prompts, size: int, dtype, patches, enable_expert_parallel: 
     dtype, patches = parse_dtype(dtype), as_patches(patches)
     plan = ShardPlan.from_config(ckpt.config, size, enable_expert_parallel=enable_expert_parallel)
     ids = check_prompts(ckpt, prompts)
-    ckpt.check_unchanged()
     return ckpt, dtype, patches, plan, ids
 
 

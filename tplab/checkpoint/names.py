@@ -1,8 +1,11 @@
 """From what a user types to a folder on disk."""
 
+import atexit
 import os
 import re
-import stat
+import shutil
+import sys
+import tempfile
 from pathlib import Path
 
 from tplab.checks import did_you_mean, quoted
@@ -13,20 +16,31 @@ _HERE = Path(__file__).resolve().parent
 EMBEDDED = {"fable": _HERE / "fable", "fable-moe": _HERE / "fable_moe"}  # in the package
 HUB_FILES = ["config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors",
              "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-             "chat_template.jinja", "SHA256SUMS"]
+             "chat_template.jinja"]
 KNOWN = "'fable', 'fable-moe', 'smollm2', a folder, or a hub id such as 'Qwen/Qwen2.5-0.5B-Instruct'"
 
 
 def cache_dir() -> Path:
-    """The folder for fetched models and for what has been verified; it may not exist yet.
+    """The folder for fetched models and compiled code; it may not exist yet.
 
-    ``$TPLAB_CACHE`` if set, else ``$XDG_CACHE_HOME/tplab``, else ``~/.cache/tplab``.
+    ``$TPLAB_CACHE`` if set, else ``$XDG_CACHE_HOME/tplab``, else ``~/.cache/tplab``. A user without a home folder gets
+    a temporary one, which ends with this process; a line on stderr says so.
     """
-    if own := os.environ.get("TPLAB_CACHE"):
-        return _expanded(own, "$TPLAB_CACHE is ")
+    if folder := os.environ.get("TPLAB_CACHE"):
+        return _expanded(folder, "$TPLAB_CACHE is ")
     if shared := os.environ.get("XDG_CACHE_HOME"):
         return Path(shared) / "tplab"
-    return _expanded("~/.cache/tplab", "without $TPLAB_CACHE the cache is ")
+    home = Path(os.path.expanduser("~"))
+    return home / ".cache" / "tplab" if home.is_absolute() and home.is_dir() else _temporary_cache()
+
+
+def _temporary_cache() -> Path:
+    folder = tempfile.mkdtemp(prefix=f"tplab-{os.getpid()}-cache-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ["TPLAB_CACHE"] = folder  # also for this process's ranks and commands
+    print(f"tplab: there is no home folder for a cache, so {folder} is used until this process ends; $TPLAB_CACHE "
+          "names a lasting one", file=sys.stderr)
+    return Path(folder)
 
 
 def _expanded(text: str, what: str = "") -> Path:
@@ -67,15 +81,15 @@ def _looks_like_hub_id(text: str) -> bool:
 
 def _existing_folder(path: Path, if_missing: str) -> Path:
     try:
-        mode = path.stat().st_mode
-        if stat.S_ISDIR(mode):
-            os.scandir(path).close()
-    except (FileNotFoundError, NotADirectoryError):
+        os.scandir(path).close()
+    except FileNotFoundError:
+        raise CheckpointError(if_missing) from None
+    except NotADirectoryError:
+        if path.is_file():
+            raise CheckpointError(f"{path} is a file; a checkpoint is the folder that holds config.json") from None
         raise CheckpointError(if_missing) from None
     except (OSError, ValueError) as error:  # no permission, a symlink loop, a name too long or with a NUL byte
         raise CheckpointError(f"{str(path)!r} cannot be opened: {words_of(error)}") from error
-    if not stat.S_ISDIR(mode):
-        raise CheckpointError(f"{path} is a file; a checkpoint is the folder that holds config.json")
     return path
 
 
