@@ -167,7 +167,7 @@ def found_where(monkeypatch, recorded, wrong, qk_norm=False):
     names = {name if name in ("embed", "norm", "logits") else f"layers.{name}": name for name in recorded}
     wrong = {full for full, name in names.items() if name in wrong}
     recording = Some(dtype=F32, points={name: [None, "held"] for name in names} | {"layers.0.up": [None, None]})
-    ckpt = Some(check_unchanged=lambda: None, config=config_with(num_layers=2, qk_norm=qk_norm))
+    ckpt = Some(config=config_with(num_layers=2, qk_norm=qk_norm))
     found = local_diffs(recording, ckpt, None)
     assert set(found) == set(names)
     return {name: diff.perhaps_from for name, diff in found.items() if diff.guilty}

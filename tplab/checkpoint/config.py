@@ -143,13 +143,15 @@ class ModelConfig:
         layers, head_dim = fields.num_hidden_layers, getattr(fields, "head_dim", None) or _head_dim(fields)
         eos = fields.eos_token_id
         config = cls(**{
-            "model_type": hf.model_type, "hidden_size": fields.hidden_size, "intermediate_size": fields.intermediate_size,
-            "num_layers": layers, "num_heads": fields.num_attention_heads, "num_kv_heads": fields.num_key_value_heads,
-            "head_dim": head_dim, "vocab_size": fields.vocab_size, "rms_norm_eps": fields.rms_norm_eps,
+            "model_type": hf.model_type, "hidden_size": fields.hidden_size,
+            "intermediate_size": fields.intermediate_size, "num_layers": layers,
+            "num_heads": fields.num_attention_heads, "num_kv_heads": fields.num_key_value_heads, "head_dim": head_dim,
+            "vocab_size": fields.vocab_size, "rms_norm_eps": fields.rms_norm_eps,
             "hidden_act": getattr(fields, "hidden_act", None), "tie_word_embeddings": fields.tie_word_embeddings,
             "max_position_embeddings": fields.max_position_embeddings, "hf": hf,
             "eos_token_ids": _id_tuple(eos if eos_token_id is None else eos_token_id),
-            "scaling": head_dim ** -0.5, "windows": (None,) * layers, "rotates": (True,) * layers} | read_traits(fields))
+            "scaling": head_dim ** -0.5, "windows": (None,) * layers, "rotates": (True,) * layers
+        } | read_traits(fields))
         fields.refuse_unread()
         _check_sizes(config)
         _check_ropes(config)
@@ -263,7 +265,7 @@ def _check_sizes(config: ModelConfig) -> None:
         raise CheckpointError(f"head_dim is {config.head_dim}; RoPE turns pairs, so it must be even")
     if config.hidden_act not in ACT2FN:
         raise CheckpointError(f"hidden_act {config.hidden_act!r} is unknown to transformers")
-    if wrong := [window for window in config.windows if window is not None and not (type(window) is int and window > 0)]:
+    if wrong := [size for size in config.windows if size is not None and (type(size) is not int or size < 1)]:
         raise CheckpointError(f"a sliding window of {wrong[0]!r} tokens is no window; it must be from 1 up")
     if SLIDING in (getattr(config.hf, "layer_types", None) or ()) and not any(config.windows):
         raise CheckpointError(f"layer_types has layers with a sliding window, but a {config.model_type} of this config "

@@ -30,8 +30,8 @@ def cache_dir() -> Path:
         return _expanded(folder, "$TPLAB_CACHE is ")
     if shared := os.environ.get("XDG_CACHE_HOME"):
         return Path(shared) / "tplab"
-    home = Path(os.path.expanduser("~"))
-    return home / ".cache" / "tplab" if home.is_absolute() and home.is_dir() else _temporary_cache()
+    home = Path(os.path.expanduser("~"))  # "/" if $HOME is empty, "~" for a user who is in no list of users
+    return home / ".cache" / "tplab" if home.is_dir() and home != home.parent else _temporary_cache()
 
 
 def _temporary_cache() -> Path:
@@ -95,15 +95,10 @@ def _existing_folder(path: Path, if_missing: str) -> Path:
 
 def _from_hub(repo_id: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(repo_id, allow_patterns=HUB_FILES))
-    except GatedRepoError as error:
-        advice = "accept its terms, then `hf auth login`"
-        raise CheckpointError(f"hub model {repo_id!r} asks for a login: {advice}") from error
-    except RepositoryNotFoundError as error:
-        raise CheckpointError(f"there is no hub model {repo_id!r} (and no such folder)") from error
     except LocalEntryNotFoundError as error:
         raise CheckpointError(f"hub model {repo_id!r} is not in the local hub cache and the hub cannot be reached; go "
                               "online, give a local folder, or use 'fable' or 'smollm2'") from error

@@ -12,6 +12,7 @@ from .errors import CheckpointError, words_of
 from .headers import TensorInfo
 from .quantised import widened
 
+
 class CheckpointReader:
     """Opens a checkpoint's files lazily and hands out :class:`TensorSlice` by tensor name.
 

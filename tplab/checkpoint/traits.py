@@ -268,5 +268,5 @@ class Reading:
         for field in dataclasses.fields(self._hf):
             value = getattr(self._hf, field.name)
             if field.name not in self._read | common and value != field.default:
-                raise CheckpointError(f"{field.name} is {value!r}, for which a {self._hf.model_type} has no trait here; "
-                                      f"{field.default!r} works")
+                raise CheckpointError(f"{field.name} is {value!r}, for which a {self._hf.model_type} has no trait "
+                                      f"here; {field.default!r} works")
