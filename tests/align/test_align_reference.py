@@ -8,7 +8,7 @@ from helpers.checkpoints import make_checkpoint
 
 from tplab.align import align, diagnose, hf_greedy
 from tplab.align.reference import hf_model
-from tplab.checkpoint import CheckpointError, open_checkpoint
+from tplab.checkpoint import open_checkpoint
 from tplab.faults import fault
 
 IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 35]
