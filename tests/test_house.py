@@ -16,7 +16,7 @@ import tplab
 ROOT = Path(__file__).resolve().parent.parent
 # From the ground up; a room imports only from rooms before it.
 ROOMS = ["record", "errors", "checks", "files", "patch", "checkpoint", "ranks", "pool", "shard", "model",
-         "cache", "engine", "memory", "fast", "invariant", "llm", "align", "faults", "show", "cli"]
+         "cache", "engine", "memory", "fast", "invariant", "llm", "faults", "align", "show", "cli"]
 TOP_LEVEL = {"notebooks", "tplab", "tests", "environment.yml", "README.md", "README.zh-CN.md", "launch",
              "pyproject.toml", "LICENSE", "CHANGELOG.md", "CITATION.cff"}
 # Needed though no file imports them: to run the lab, and to test it.
