@@ -1,18 +1,15 @@
 """Patches: found by dotted name, checked, undone; safe when several logical ranks apply the same one."""
 
-import linecache
-import random
-import signal
 import sys
 import threading
-from contextlib import ExitStack
 from importlib import import_module
 
 import pytest
 
-from tplab import patch
+from tplab import faults, patch
+from tplab.errors import TplabError
 from tplab.model import attention
-from tplab.patch import Patch, PatchError, applied, as_patches, original
+from tplab.patch import Patch, PatchError, applied, original
 from tplab.shard import linear
 
 TARGET = "tplab.model.attention.mask_scores"
@@ -39,7 +36,7 @@ def test_undone_when_the_block_raises():
 
 def test_an_inherited_method_leaves_nothing_behind():
     """Undoing by setattr would leave a copy on the subclass, and hide a later patch of the base class."""
-    with applied(Patch("tplab.shard.linear.QKVParallelLinear.load", lambda self, parameter, *sources: None)):
+    with applied(INHERITED):
         assert "load" in vars(linear.QKVParallelLinear)
     assert "load" not in vars(linear.QKVParallelLinear)
 
@@ -82,120 +79,19 @@ def test_the_first_thread_to_leave_does_not_unpatch_the_others():
 INHERITED = Patch("tplab.shard.linear.QKVParallelLinear.load", lambda self, parameter, *sources: None)
 
 
-def block(patches):
-    with applied(*patches):
-        pass
+def test_an_interrupt_of_the_block_leaves_nothing_behind(monkeypatch):
+    """Ctrl-C in the block, and a second one while what stood there is put back: the next look mends that."""
+    right, put, interrupts = attention.mask_scores, patch._Place.put, [KeyboardInterrupt]
 
-
-def interrupted_at(number, patches):
-    """Enter and leave a block, with an interrupt before instruction `number` of it or of patch.py; what was raised, or
-    None: there are no so many.
-
-    On the way out of a `with _lock` Python lets no signal handler run; only a trace function is called there.
-    """
-    left = number
-
-    def trace(frame, event, _):
-        nonlocal left
-        code = frame.f_code
-        if code.co_filename != patch.__file__ and code is not block.__code__:
-            return None
-        frame.f_trace_opcodes = True
-        leaving = "with _lock" in linecache.getline(code.co_filename, frame.f_lineno or 0) and patch._lock._is_owned()
-        if event == "opcode" and not leaving:
-            left -= 1
-            if left == 0:
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        block(patches)
-    except KeyboardInterrupt as error:
-        return error
-    finally:
-        sys.settrace(before)
-
-
-@pytest.mark.parametrize(
-    "under", [(), (Patch(TARGET, lambda scores, mask: scores * 0), INHERITED)], ids=["alone", "inside"])
-def test_after_an_interrupt_at_any_instruction_what_is_in_force_is_what_living_blocks_say(under):
-    right, number = attention.mask_scores, 1
-    with applied(*under):
-        before, inherited = attention.mask_scores, vars(linear.QKVParallelLinear).get("load")
-        while kept := interrupted_at(number, [Patch(TARGET, no_mask), INHERITED]):  # as IPython keeps the last error
-            assert not patch._lock._is_owned(), f"{number}: the next application would wait for ever"
-            assert patch.in_force() == under, number
-            assert attention.mask_scores is before, number
-            assert vars(linear.QKVParallelLinear).get("load") is inherited, number
-            number += 1
-            del kept
-    assert number > 500
-    assert attention.mask_scores is right and "load" not in vars(linear.QKVParallelLinear) and not patch._places
-
-
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs a timer that sends signals")
-def test_real_interrupts_at_any_time_leave_no_fault_behind():
-    """Ctrl-C after 0.02 to 0.8 ms, and a second one while the first is handled: 500 times, or until that occurs."""
-    right, choose, seen = attention.mask_scores, random.Random(3), []
-    faults = as_patches(["nan_mask", "rope_missing"])  # imported before, for Python ignores interrupts in some imports
-
-    def busy():
-        while True:
-            with applied(*faults):
-                pass
-
-    def strike(number, frame):
-        if seen:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-        while frame is not None and frame.f_code is not busy.__code__:
-            frame = frame.f_back
-        if frame is not None:
-            seen.append(number)
-            raise KeyboardInterrupt
-
-    twice, before = 0, signal.signal(signal.SIGALRM, strike)
-    try:
-        for tries in range(20_000):
-            if tries >= 500 and twice:
-                break
-            seen.clear()
-            with pytest.raises(KeyboardInterrupt):
-                signal.setitimer(signal.ITIMER_REAL, choose.uniform(2e-5, 8e-4), choose.uniform(2e-5, 2e-4))
-                busy()
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            twice += len(seen) > 1
-            assert patch.in_force() == () and attention.mask_scores is right and not patch._lock._is_owned()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    assert twice
-
-
-def test_a_block_that_an_exit_stack_holds_is_a_block():
-    right, one = attention.mask_scores, applied(Patch(TARGET, no_mask))
-    with ExitStack() as stack:
-        stack.enter_context(one)
-        with one:
-            assert attention.mask_scores is no_mask
-        assert attention.mask_scores is no_mask
-    assert attention.mask_scores is right and not patch._places
-
-
-def test_an_interrupt_while_a_refused_patch_is_undone_leaves_nothing_behind(monkeypatch):
-    right, put, calls = attention.mask_scores, patch._Place.put, []
-
-    def interrupted(self, one):
-        calls.append(one)
-        if len(calls) == 1:
-            raise KeyboardInterrupt
-        put(self, one)
+    def interrupted(place, patched):
+        if patched is None and interrupts:
+            raise interrupts.pop()
+        put(place, patched)
 
     monkeypatch.setattr(patch._Place, "put", interrupted)
-    with pytest.raises(KeyboardInterrupt), applied(Patch(TARGET, no_mask), Patch(TARGET, lambda scores: scores)):
-        pass
-    assert calls == [None, None] and attention.mask_scores is right and not patch._places
+    with pytest.raises(KeyboardInterrupt), applied(Patch(TARGET, no_mask)):
+        raise KeyboardInterrupt
+    assert not interrupts and patch.in_force() == () and attention.mask_scores is right
 
 
 @pytest.mark.parametrize("target, says", [
@@ -219,11 +115,17 @@ def test_a_replacement_that_cannot_be_called_alike_is_refused_and_nothing_stays(
         pass
 
 
-@pytest.mark.parametrize("given, says", [("nan_mask", "must be a list of faults, .*not 'nan_mask'"), (3, "not 3"),
-                                         ([3], "patches holds 3, which is no fault")])
-def test_what_is_no_list_of_faults_is_refused(given, says):
-    with pytest.raises(PatchError, match=says):
-        patch.as_patches(given)
+@pytest.mark.parametrize("patches, says", [("nan_mask", "must be a list of faults or Patch objects, not 'nan_mask'"),
+                                           (3, "not 3"), ([3], "patches holds 3, which is no fault"),
+                                           (["no_such_bug"], "there is no fault 'no_such_bug'")])
+def test_what_is_no_list_of_faults_is_refused(patches, says):
+    with pytest.raises(TplabError, match=says):
+        faults.as_patches(patches)
+
+
+def test_faults_by_their_names_through_the_museum():
+    pair = faults.fault("nan_mask"), faults.fault("shard_dim1")
+    assert faults.as_patches(["nan_mask", pair[1]]) == patch.as_patches(pair) == (*pair[0].patches, *pair[1].patches)
 
 
 def test_every_name_that_is_patched_is_in_force_with_its_last_patch():
@@ -267,19 +169,6 @@ def test_a_module_that_lacks_another_one_says_which(monkeypatch, tmp_path):
     monkeypatch.setattr("tplab.__path__", [*sys.modules["tplab"].__path__, str(tmp_path)])
     with pytest.raises(ModuleNotFoundError, match="No module named 'no_such_library'"):
         original("tplab.broken_room.function")
-
-
-def test_a_reader_of_the_places_holds_their_lock(monkeypatch):
-    """Or a thread that applies a patch at this moment would change them under the reader."""
-    class Guarded(dict):
-        def look(self, *args):
-            assert patch._lock._is_owned()
-            return []
-
-        values = get = __getitem__ = look
-
-    monkeypatch.setattr(patch, "_places", Guarded())
-    assert patch.in_force() == () and original(TARGET) is attention.mask_scores
 
 
 def stands_there():

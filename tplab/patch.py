@@ -7,10 +7,9 @@ code needs no change. A patch is picklable when its replacement is (cloudpickle 
 
 import inspect
 import threading
-import weakref
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 
 from tplab.checks import quoted
@@ -46,58 +45,36 @@ class _Place:
     def put(self, patch: Patch | None) -> None:
         """Have the patch's replacement stand at the name; the original if there is none."""
         if patch is not None:
-            setattr(self.owner, self.name, _like(self.original, patch.replacement))
+            kind, new = type(self.original), patch.replacement
+            setattr(self.owner, self.name, kind(new) if kind in (staticmethod, classmethod) else new)
         elif not self.inherited:
             setattr(self.owner, self.name, self.original)
         elif self.name in vars(self.owner):
             delattr(self.owner, self.name)
 
 
-@dataclass(eq=False)
-class _Block:
-    """One ``with`` block, which lasts as long as its ``holder`` is there, and ``over`` is not said before."""
-
-    patches: dict[tuple[int, str], Patch] = field(default_factory=dict)  # by the place of each; of two the last one
-    holder: Callable = lambda: None  # a weak reference
-    over: bool = False
-    cleans: bool = False  # whether the patches of the blocks around it rest
-
-    def is_alive(self) -> bool:
-        return not self.over and self.holder() is not None
-
-
 # Logical ranks are threads of one process: each applies the same patches, and the first one to finish must not take
-# them away from the others.
+# them away from the others. So all blocks that have been entered are listed, and of one name the last block's counts.
 _lock = threading.RLock()
-_blocks: list[_Block] = []  # in the order in which they were entered
+_blocks: list[dict[tuple[int, str], Patch]] = []  # of each block its patches, by place
 _places: dict[tuple[int, str], _Place] = {}
 
 
 def _settle() -> dict[tuple[int, str], Patch]:
-    """Have stand at each name what the blocks that are alive say; returns that.
-
-    An interrupt may cut it short at any moment: the next call does all of it again.
-    """
-    with _lock:
-        _blocks[:] = [block for block in _blocks if block.is_alive()]
-        wanted = {}
-        for block in _blocks:
-            wanted = {} if block.cleans else wanted
-            wanted.update(block.patches)
-        for key, place in list(_places.items()):
-            place.put(wanted.get(key))
-            if not any(key in block.patches for block in _blocks):
-                del _places[key]
-        return wanted
+    """Have stand at each name what the blocks say; returns that. An interrupt may cut it short: the next call does all
+    of it again."""
+    wanted: dict[tuple[int, str], Patch] = {}
+    for block in _blocks:
+        wanted |= block
+    for key, place in list(_places.items()):
+        place.put(wanted.get(key))
+        if key not in wanted:
+            del _places[key]
+    return wanted
 
 
-def _like(original, replacement: Callable):
-    kind = type(original)
-    return kind(replacement) if kind in (staticmethod, classmethod) else replacement
-
-
-def _find(target: str):
-    """The object that owns the last name of ``target``, and that name."""
+def _place(target: str) -> tuple[tuple[int, str], _Place]:
+    """The place that ``target`` names, and its key."""
     parts = target.split(".")
     if parts[0] != "tplab":
         raise PatchError(f"only names below 'tplab' can be patched, not {target!r}")
@@ -114,13 +91,9 @@ def _find(target: str):
     if owner is None or not callable(getattr(owner, parts[-1], None)):
         raise PatchError(f"there is no function {target!r}; {module.__name__} has " + ", ".join(
             sorted(n for n, v in vars(owner or module).items() if inspect.isfunction(v))))
-    return owner, parts[-1]
-
-
-def _place(target: str) -> tuple[tuple[int, str], _Place]:
-    owner, name = _find(target)
-    known = _places.get(key := (id(owner), name))
-    return key, known or _Place(owner, name, inspect.getattr_static(owner, name), name not in vars(owner))
+    key = id(owner), parts[-1]
+    return key, _places.get(key) or _Place(owner, parts[-1], inspect.getattr_static(owner, parts[-1]),
+                                           parts[-1] not in vars(owner))
 
 
 def original(target: str) -> Callable:
@@ -136,10 +109,10 @@ def in_force() -> tuple[Patch, ...]:
         return tuple(_settle().values()) if _places else ()
 
 
-def _check_call(target: str, right: Callable, replacement: Callable) -> None:
+def _check_call(target: str, replacement: Callable) -> None:
     if not callable(replacement):
         raise PatchError(f"the replacement for {target} is {replacement!r}, which cannot be called")
-    wanted = [p for p in inspect.signature(right).parameters.values()
+    wanted = [p for p in inspect.signature(original(target)).parameters.values()
               if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) and p.default is p.empty]
     try:
         inspect.signature(replacement).bind(*wanted)
@@ -148,82 +121,39 @@ def _check_call(target: str, right: Callable, replacement: Callable) -> None:
                          f"{inspect.signature(replacement)}: {error}") from None
 
 
-_MUSEUM = "tplab.faults"  # looked up when a name is given, as the targets are: no room above is imported to get here
-
-
 def as_patches(patches) -> tuple[Patch, ...]:
-    """A list of faults, names of faults and patches → its patches.
-
-    Raises PatchError if it is no such list, FaultError if the museum has no fault of that name.
-    """
+    """A list of faults and patches → its patches. Raises PatchError if it is no such list."""
     if isinstance(patches, str) or not isinstance(patches, Iterable):
-        raise PatchError("patches must be a list of faults, their names or Patch objects, such as ['nan_mask'], "
-                         f"not {quoted(patches)}")
-    found = []
-    for one in patches:
-        one = import_module(_MUSEUM).fault(one) if isinstance(one, str) else one
-        if not isinstance(getattr(one, "patches", None), tuple):
-            raise PatchError(f"patches holds {quoted(one)}, which is no fault, no fault's name and no Patch")
-        found += one.patches
-    return tuple(found)
+        raise PatchError(f"patches must be a list of faults or Patch objects, not {quoted(patches)}")
+    flat: list[Patch] = []
+    for patchable in patches:
+        if not isinstance(getattr(patchable, "patches", None), tuple):
+            raise PatchError(f"patches holds {quoted(patchable)}, which is no fault and no Patch")
+        flat += patchable.patches
+    return tuple(flat)
 
 
-class _Exit:
-    """``__exit__`` as the ``with`` statement takes it before it enters: made then, and held nowhere else.
-
-    So it is freed with the block, even when an interrupt comes before the first line of a Python ``__exit__``.
-    """
-
-    def __get__(self, one: "applied | None", kind: type) -> Callable:
-        if one is None:  # `contextlib.ExitStack` asks the class
-            return lambda one, *exc: _leave(one._entered.pop(), *exc)
-        block = _Block()
-        leave = partial(_leave, block)
-        block.holder = weakref.ref(leave)
-        one._offered[threading.get_ident()] = block
-        return leave
-
-
-def _leave(block: _Block, *exc) -> None:
-    block.over = True
-    try:
-        _settle()
-    except BaseException:  # an interrupt: what it cut short is done now
-        _settle()
-        raise
-
-
-class applied:
+@contextmanager
+def applied(*patchables, clean: bool = False) -> Iterator[None]:
     """Apply every patch of ``patchables`` (as :func:`as_patches` takes them) and undo them all on the way out.
 
     Several threads of a process may enter it at once, as logical ranks do: a name has its original again when the last
-    thread has left. The patches in force are those of the ``with`` blocks that are alive, so whatever an interrupt
-    leaves is undone by the next entry, run or `in_force`. Raises PatchError if a target does
-    not exist, or a replacement's parameters do not fit.
+    thread has left. ``clean``: the patches of the blocks around this one rest. Raises PatchError if a target does not
+    exist, or a replacement's parameters do not fit.
     """
-
-    __exit__ = _Exit()
-
-    def __init__(self, *patchables, clean: bool = False):
-        self._patches, self._cleans = as_patches(patchables), clean
-        self._offered: dict[int, _Block] = {}  # by thread: to the `with` statement that is about to enter
-        self._entered: list[_Block] = []  # by an ExitStack, which holds this object instead
-
-    def __enter__(self) -> None:
-        block = self._offered.pop(threading.get_ident(), None)
-        if block is None or not block.is_alive():  # an interrupt may have come before a `with` could enter
-            block = _Block(holder=weakref.ref(self))
-            self._entered.append(block)
-        try:
-            with _lock:
-                _settle()
-                for patch in self._patches:
-                    key, place = _place(patch.target)
-                    _check_call(patch.target, original(patch.target), patch.replacement)
-                    _places[key], block.patches[key] = place, patch
-                block.cleans = self._cleans
-                _blocks.append(block)
-                _settle()
-        except BaseException:
-            _leave(block)
-            raise
+    block: dict[tuple[int, str], Patch] = {}
+    try:
+        with _lock:
+            if clean:
+                block = {key: Patch(patch.target, original(patch.target)) for key, patch in _settle().items()}
+            for patch in as_patches(patchables):
+                key, place = _place(patch.target)
+                _check_call(patch.target, patch.replacement)
+                _places[key], block[key] = place, patch
+            _blocks.append(block)
+            _settle()
+        yield
+    finally:
+        with _lock:
+            _blocks[:] = [other for other in _blocks if other is not block]
+            _settle()

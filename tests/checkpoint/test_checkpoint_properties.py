@@ -1,16 +1,13 @@
 """Thousands of damaged checkpoints: each is refused, or is still the model it says it is."""
 
 import json
-import time
 
 import pytest
-import torch
 from helpers.checkpoints import bounded_memory, make_checkpoint
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from test_checkpoint_tokenizer import byte_tokenizer
 
-from tplab.checkpoint import CheckpointError, open_checkpoint, write_sums
+from tplab.checkpoint import CheckpointError, open_checkpoint
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 INDEX = "model.safetensors.index.json"
@@ -21,40 +18,33 @@ thorough = settings(derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 @pytest.fixture(autouse=True, scope="module")
-def own_cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch, bounded_memory():
-        patch.setenv("TPLAB_CACHE", str(tmp_path_factory.mktemp("cache")))
+def little_memory():
+    with bounded_memory():
         yield
 
 
 class Healthy:
     """A tiny checkpoint whose files can be replaced and put back."""
 
-    def __init__(self, folder, sums):
+    def __init__(self, folder):
         make_checkpoint(folder, layers=1, heads=2, kv_heads=1, head_dim=4, hidden=8, inter=5, vocab=263, shards=2)
-        byte_tokenizer().save(str(folder / "tokenizer.json"))
-        if sums:
-            write_sums(folder)
         self.folder = folder
         self.files = {path.name: path.read_bytes() for path in folder.iterdir()}
         self.opened = open_checkpoint(folder)
 
     def open_with(self, changes):
-        """The checkpoint opened with some files changed, or None if that was refused by name, in time."""
+        """The checkpoint opened with some files changed, or None if that was refused by name."""
         for name, content in changes.items():
             (self.folder / name).write_bytes(content)
-        start = time.monotonic()
         try:
             ckpt = open_checkpoint(self.folder)
             with ckpt.reader() as reader:
-                for name in ckpt.tensors:
-                    assert torch.isfinite(reader[name][:]).all(), name
+                assert all(reader[name][:].shape == info.shape for name, info in ckpt.tensors.items())
             return ckpt
         except CheckpointError as error:
             assert str(self.folder) in str(error) and "\n" not in str(error)
             return None
         finally:
-            assert time.monotonic() - start < 10
             for name in changes:
                 (self.folder / name).write_bytes(self.files[name])
 
@@ -65,26 +55,14 @@ class Healthy:
 
 
 @pytest.fixture(scope="module")
-def summed(tmp_path_factory):
-    return Healthy(tmp_path_factory.mktemp("summed") / "m", sums=True)
-
-
-@pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    return Healthy(tmp_path_factory.mktemp("plain") / "m", sums=False)
+    return Healthy(tmp_path_factory.mktemp("plain") / "m")
 
 
-# Made once: hypothesis looks a strategy over when it is first drawn from.
 EDITS = st.lists(
-    st.tuples(
-        st.sampled_from(["flip", "flip", "flip", "set", "cut", "delete", "insert", "repeat", "zero"]),
-        st.one_of(st.floats(0, 1, exclude_max=True), st.floats(0, 0.05)),  # more often near the header
-        st.integers(1, 255),
-        st.integers(1, 64),
-    ),
-    min_size=1,
-    max_size=3,
-)
+    st.tuples(st.sampled_from(["flip", "flip", "flip", "set", "cut", "delete", "insert", "repeat", "zero"]),
+              st.one_of(st.floats(0, 1, exclude_max=True), st.floats(0, 0.05)),  # more often near the header
+              st.integers(1, 255), st.integers(1, 64)), min_size=1, max_size=3)
 
 
 @st.composite
@@ -113,71 +91,41 @@ def damage(draw):
     return apply
 
 
-FILES = st.sampled_from([*SHARDS, *SHARDS, INDEX, "config.json", "tokenizer.json"])
+FILES = st.sampled_from([*SHARDS, *SHARDS, INDEX, "config.json"])
 
 
-@settings(thorough, max_examples=1050)
+@settings(thorough, max_examples=500)
 @given(file=FILES, damaged=damage())
-def test_with_sums_no_change_of_any_file_passes(summed, file, damaged):
-    content = damaged(summed.files[file])
-    if content != summed.files[file]:
-        assert summed.open_with({file: content}) is None
-
-
-@settings(thorough, max_examples=1050)
-@given(file=FILES, damaged=damage())
-def test_without_sums_what_opens_has_the_right_shapes_and_finite_numbers(plain, file, damaged):
+def test_what_opens_has_the_right_shapes(plain, file, damaged):
     ckpt = plain.open_with({file: damaged(plain.files[file])})
     assert ckpt is None or plain.is_still_itself(ckpt)
 
 
-@settings(thorough, max_examples=150)
-@given(damaged=damage())
-def test_damaged_sums_never_let_another_model_through(summed, damaged):
-    ckpt = summed.open_with({"SHA256SUMS": damaged(summed.files["SHA256SUMS"])})
-    assert ckpt is None or summed.is_still_itself(ckpt)
-
-
-@settings(thorough, max_examples=100)
-@given(st.permutations([*SHARDS, INDEX, "config.json", "tokenizer.json"]))
+@settings(thorough, max_examples=20)
+@given(st.permutations([*SHARDS, INDEX, "config.json"]))
 def test_files_in_each_others_place_are_refused(plain, order):
-    names = [*SHARDS, INDEX, "config.json", "tokenizer.json"]
+    names = [*SHARDS, INDEX, "config.json"]
     moved = {name: plain.files[other] for name, other in zip(names, order) if name != other}
     assert bool(moved) == (plain.open_with(moved) is None)
 
 
 JSON = st.recursive(
-    st.one_of(
-        st.none(),
-        st.booleans(),
-        st.integers(-3, 20),
-        st.sampled_from([2**31, -(2**63), 10**15, 10**400]),
-        st.floats(),
-        st.sampled_from(["qwen2", "llama", "full_attention", "sliding_attention", "default", "yarn", "linear",
-                         "float16"]),
-        st.text(max_size=5),
-    ),
-    lambda inner: st.lists(inner, max_size=3)
-    | st.dictionaries(st.sampled_from(["rope_type", "rope_theta", "factor", "type", "short_factor", "a"]), inner,
-                      max_size=4),
-    max_leaves=6,
-)
-OTHER_KEYS = (
-    "rope_scaling head_dim layer_types sliding_window num_labels id2label torch_dtype per_layer_config attention_bias"
-    " num_experts partial_rotary_factor max_length pruned_heads return_dict _attn_implementation self cls args "
-    "name_or_path"
-).split()
+    st.one_of(st.none(), st.booleans(), st.integers(-3, 20), st.sampled_from([2**31, -(2**63), 10**15, 10**400]),
+              st.floats(), st.text(max_size=5), st.sampled_from(
+                  ["qwen2", "llama", "full_attention", "sliding_attention", "default", "yarn", "linear", "float16"])),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
+        st.sampled_from(["rope_type", "rope_theta", "factor", "type", "short_factor", "a"]), inner, max_size=4),
+    max_leaves=6)
 CONFIG_KEYS = (
     "architectures dtype eos_token_id head_dim hidden_act hidden_size intermediate_size layer_types "
-    "max_position_embeddings"
-    " max_window_layers model_type num_attention_heads num_hidden_layers num_key_value_heads rms_norm_eps "
-    "rope_parameters"
-    " sliding_window tie_word_embeddings use_sliding_window vocab_size"
-).split()
+    "max_position_embeddings max_window_layers model_type num_attention_heads num_hidden_layers num_key_value_heads "
+    "rms_norm_eps rope_parameters sliding_window tie_word_embeddings use_sliding_window vocab_size rope_scaling "
+    "num_labels id2label torch_dtype per_layer_config attention_bias num_experts partial_rotary_factor max_length "
+    "pruned_heads return_dict _attn_implementation self cls args name_or_path").split()
 
 
-@settings(thorough, max_examples=350)
-@given(changes=st.dictionaries(st.sampled_from(CONFIG_KEYS + OTHER_KEYS), JSON, min_size=1, max_size=3))
+@settings(thorough, max_examples=200)
+@given(changes=st.dictionaries(st.sampled_from(CONFIG_KEYS), JSON, min_size=1, max_size=3))
 @example(changes={"num_hidden_layers": 10**15})
 @example(changes={"head_dim": 10**15})
 def test_any_config_is_refused_or_agrees_with_the_weights(plain, changes):
@@ -187,40 +135,19 @@ def test_any_config_is_refused_or_agrees_with_the_weights(plain, changes):
 
 
 @settings(thorough, max_examples=60)
-@given(
-    model_type=st.sampled_from(["qwen2", "qwen3", "llama", "mistral"]),
-    groups=st.integers(1, 4),
-    kv_heads=st.integers(1, 5),
-    half_head=st.integers(1, 9),
-    width=st.integers(1, 5),
-    inter=st.integers(1, 40),
-    vocab=st.integers(3, 50),
-    layers=st.integers(1, 3),
-    shards=st.integers(1, 3),
-    flags=st.tuples(*[st.booleans()] * 5),
-)
+@given(model_type=st.sampled_from(["qwen2", "qwen3", "llama", "mistral"]), groups=st.integers(1, 4),
+       kv_heads=st.integers(1, 5), half_head=st.integers(1, 9), width=st.integers(1, 5), inter=st.integers(1, 40),
+       vocab=st.integers(3, 50), layers=st.integers(1, 3), shards=st.integers(1, 3),
+       flags=st.tuples(*[st.booleans()] * 5))
 def test_every_sound_config_opens(
     tmp_path_factory, model_type, groups, kv_heads, half_head, width, inter, vocab, layers, shards, flags
 ):
     tie, attention_bias, mlp_bias, fused_qkv, fused_gate_up = flags
     heads = groups * kv_heads
     folder = make_checkpoint(
-        tmp_path_factory.mktemp("m"),
-        model_type,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=2 * half_head,
-        hidden=heads * width,
-        inter=inter,
-        vocab=vocab,
-        layers=layers,
-        shards=shards,
-        tie=tie,
-        attention_bias=attention_bias,
-        mlp_bias=mlp_bias,
-        fused_qkv=fused_qkv,
-        fused_gate_up=fused_gate_up,
-    )
+        tmp_path_factory.mktemp("m"), model_type, heads=heads, kv_heads=kv_heads, head_dim=2 * half_head,
+        hidden=heads * width, inter=inter, vocab=vocab, layers=layers, shards=shards, tie=tie,
+        attention_bias=attention_bias, mlp_bias=mlp_bias, fused_qkv=fused_qkv, fused_gate_up=fused_gate_up)
     config = open_checkpoint(folder).config
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (heads, kv_heads, 2 * half_head)
     assert (config.hidden_size, config.vocab_size, config.num_layers) == (heads * width, vocab, layers)

@@ -1,22 +1,13 @@
 """Slices: the right numbers, only those numbers, and their count."""
 
-import os
-import shutil
-
 import pytest
 import torch
 from helpers.checkpoints import make_checkpoint
 from safetensors.torch import load_file
 
 from tplab.checkpoint import CheckpointError, open_checkpoint
-from tplab.checkpoint import reader as reader_module
 
 UP = "model.layers.0.mlp.up_proj.weight"  # [43, 32]
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TPLAB_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -63,31 +54,6 @@ def test_bytes_are_those_of_the_slices(folder):
         assert r.bytes_read == (2 * 32 + 43 * 3) * 4
 
 
-def test_whole_tensors_are_never_loaded_behind_a_slice(folder, monkeypatch):
-    class OnlySlices:
-        def __init__(self, *args, **kwargs):
-            self._inner = real(*args, **kwargs)
-
-        def __enter__(self):
-            self._inner.__enter__()
-            return self
-
-        def __exit__(self, *exc):
-            return self._inner.__exit__(*exc)
-
-        def get_slice(self, name):
-            return self._inner.get_slice(name)  # and no get_tensor at all
-
-    ckpt = open_checkpoint(folder)
-    real, opened = reader_module.safe_open, []
-    monkeypatch.setattr(reader_module, "safe_open",
-                        lambda path, **kw: opened.append(path.name) or OnlySlices(path, **kw))
-    with ckpt.reader() as r:
-        r[UP][:2]
-        r[UP][2:4]
-    assert opened == [ckpt.tensors[UP].file]  # the two other files stay closed
-
-
 @pytest.mark.parametrize(
     "index",
     [
@@ -122,30 +88,17 @@ def test_unknown_names_and_closed_readers_are_refused(folder):
     assert kept.isfinite().all()
 
 
-def test_a_file_replaced_after_opening_is_noticed(folder):
-    """Red when a rank reads other bytes than those that were verified."""
-    ckpt = open_checkpoint(folder)
-    path = folder / ckpt.tensors[UP].file
-    changed = bytearray(path.read_bytes())
-    changed[-1] ^= 1
-    path.write_bytes(changed)
-    with ckpt.reader() as r, pytest.raises(CheckpointError, match="has changed since the checkpoint was opened"):
-        r[UP][:1]
-
-
 def test_a_file_that_went_away_is_named(folder):
     ckpt = open_checkpoint(folder)
-    os.unlink(folder / ckpt.tensors[UP].file)
-    with ckpt.reader() as r, pytest.raises(CheckpointError, match=ckpt.tensors[UP].file):
+    (folder / ckpt.tensors[UP].file).unlink()
+    with ckpt.reader() as r, pytest.raises(CheckpointError, match=f"{UP} cannot be read from model-0000"):
         r[UP][:1]
 
 
-def test_a_folder_that_went_away_is_named_before_anything_is_compared(folder):
+def test_files_of_which_nothing_is_asked_stay_closed(folder):
     ckpt = open_checkpoint(folder)
-    os.unlink(folder / ckpt.tensors[UP].file)
-    with pytest.raises(CheckpointError, match="it was there when the checkpoint was opened"):
-        ckpt.check_unchanged()
-    shutil.rmtree(folder)
-    folder.touch()
-    with pytest.raises(CheckpointError, match="Not a directory; it was there when the checkpoint was opened"):
-        ckpt.check_unchanged()
+    for file in folder.glob("*.safetensors"):
+        if file.name != ckpt.tensors[UP].file:
+            file.unlink()
+    with ckpt.reader() as r:
+        assert r[UP][:1].shape == (1, 32)

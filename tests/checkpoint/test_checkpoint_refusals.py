@@ -6,15 +6,12 @@ import pytest
 import torch
 from helpers.checkpoints import bounded_memory, make_checkpoint, save_tensors
 from safetensors.torch import load_file
-from transformers import AutoConfig
 
-from tplab.checkpoint import CheckpointError, ModelConfig, open_checkpoint
-from tplab.checkpoint.errors import words_of
+from tplab.checkpoint import CheckpointError, open_checkpoint
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TPLAB_CACHE", str(tmp_path / "cache"))
+def little_memory():
     with bounded_memory():
         yield
 
@@ -50,32 +47,24 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embedding
          "use_bidirectional_attention is True"),
         ({"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 5.0},
          "attn_logit_softcapping is 5.0, for which a gemma3_text has no trait here; None works"),
+        ({"model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"], "kv_lora_rank": 8,
+          "n_routed_experts": 4},
+         "'deepseek_v4' is not supported (multi-head latent attention (MLA), a mixture of experts)"),
         ({"model_type": "gpt2"}, "'gpt2' is not supported; tplab runs qwen2, qwen3, llama, mistral, gemma, "),
-        ({"model_type": None}, "None is not supported"),
-        ({"model_type": ["qwen2"]}, "is not supported"),
         ({"architectures": ["Qwen2ForSequenceClassification"]}, "Qwen2ForSequenceClassification"),
-        ({"architectures": ["Qwen2ForCausalLM", "Qwen2ForSequenceClassification"]}, "expected Qwen2ForCausalLM"),
         ({"trust_remote_code": True}, "remote code"),
         ({"auto_map": {"AutoModelForCausalLM": "modeling.MyModel"}}, "remote code"),
         ({"auto_map": {"AutoConfig": "modeling.Qwen2Config", "AutoModelForCausalLM": "x.Qwen2Model"}}, "remote code"),
-        ({"auto_map": {"AutoTokenizer": ["x.Qwen2Config", None]}}, "remote code"),
-        ({"auto_map": "modeling.Qwen2Config"}, "remote code"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised (quantization_config: gptq)"),
-        ({"compression_config": {}}, "quantised"),
         ({"per_layer_config": {"0": {}}}, "per_layer_config"),
-        ({"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4}}, "rope type 'mrope' is unknown"),
-        ({"rope_scaling": {"type": "su", "factor": 2.0}}, "rope type 'su' is unknown"),
-        ({"rope_parameters": "yarn"}, "'yarn', not an object"),
-        ({"rope_scaling": 5}, "rope_scaling is 5, not an object"),
+        ({"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4}}, "rope 'mrope' cannot be set up"),
+        ({"rope_scaling": {"type": "su", "factor": 2.0}}, "rope 'su' cannot be set up"),
         ({"rope_parameters": YARN}, "'factor'"),
         ({"rope_parameters": YARN | {"factor": float("nan")}}, "finite frequency"),
         ({"rope_parameters": YARN | {"factor": 4.0, "attention_factor": "x"}}, "cannot be set up"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}}, "each pair"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}}, "rope_theta is -1.0"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 0.0}}, "rope_theta is 0.0"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": "10000"}}, "'10000'"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": True}}, "rope_theta is True"),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 10**400}}, "rope_theta"),
         ({"use_sliding_window": True, "sliding_window": 0, "max_window_layers": 1, "layer_types": None},
          "a sliding window of 0 tokens is no window"),
         ({"layer_types": ["full_attention", "sliding_attention"]},
@@ -85,22 +74,17 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embedding
         ({"layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
         ({"layer_types": 5}, "layer_types 5"),
         ({"num_hidden_layers": 10**12, "layer_types": None}, "num_hidden_layers is 1000000000000"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"num_hidden_layers": "2"}, "num_hidden_layers is '2'"),
         ({"head_dim": 10**11}, "head_dim is 100000000000"),
         ({"head_dim": 7}, "even"),
-        ({"head_dim": 3}, "must be even"),
         ({"hidden_size": -32}, "hidden_size is -32"),
         ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),
         ({"num_attention_heads": 0, "head_dim": None}, "0 heads"),
         ({"num_key_value_heads": True}, "True"),
-        ({"eos_token_id": [3, True]}, "True"),
         ({"num_key_value_heads": 3}, "4 query heads cannot share 3 KV heads"),
         ({"num_key_value_heads": 0}, "num_kv_heads is 0"),
         ({"vocab_size": 67.5}, "vocab_size"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
         ({"hidden_act": "swiglu2"}, "'swiglu2' is unknown"),
-        ({"eos_token_id": 67}, "eos_token_id 67 is outside the vocabulary of 67"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
     ],
     ids=lambda value: " ".join(f"{k}={v}"[:40] for k, v in value.items()) if isinstance(value, dict) else None,
@@ -121,7 +105,6 @@ def test_unsupported_configs(tmp_path, changes, words):
         ({"head_dim": 16}, "asks for [64, 32]"),
         ({"intermediate_size": 44}, "mlp.gate_proj.weight"),
         ({"num_hidden_layers": 3, "layer_types": None}, "model.layers.2.input_layernorm.weight and 11 more missing"),
-        ({"num_hidden_layers": 27, "layer_types": None}, "and 299 more missing"),
         ({"num_hidden_layers": 1, "layer_types": None}, "unexpected tensor model.layers.1."),
         ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
          "unexpected tensor model.layers.0.self_attn.k_proj.bias"),
@@ -137,25 +120,17 @@ def test_configs_that_contradict_the_weights(tmp_path, changes, words):
 
 @pytest.mark.parametrize("changes", [
     {"num_experts": 0, "moe_intermediate_size": None}, {"architectures": None}, {"quantization_config": None},
-    {"rope_scaling": None, "layer_types": None}, {"trust_remote_code": False}, {"rms_norm_eps": 0.0},
-    {"eos_token_id": 66}, {"eos_token_id": 0}, {"max_position_embeddings": 1 << 24}, {"hidden_act": "relu"},
+    {"rope_scaling": None, "layer_types": None}, {"trust_remote_code": False},
+    # Qwen2.5's published configs carry a window with use_sliding_window=false.
+    {"use_sliding_window": False, "sliding_window": 16, "layer_types": None},
+    # Older checkpoints of Phi-3 brought the code along that transformers has by now.
+    {"auto_map": {"AutoConfig": "configuration_qwen2.Qwen2Config", "AutoModelForCausalLM": "m.Qwen2ForCausalLM"}},
+    # Hugging Face would build a label for each of them; a causal model has none.
+    {"num_labels": 10**9},
 ], ids=str)
 def test_configs_that_say_nothing_out_of_the_ordinary(tmp_path, changes):
-    assert open_checkpoint(edit(make_checkpoint(tmp_path / "m"), **changes)).config.num_layers == 2
-
-
-def test_the_librarys_own_words_are_the_cause(tmp_path):
-    with pytest.raises(CheckpointError) as caught:
-        open_checkpoint(edit(make_checkpoint(tmp_path / "m"), rope_parameters=YARN))
-    assert isinstance(caught.value.__cause__, KeyError)
-
-
-def test_an_untied_checkpoint_without_a_head(tmp_path):
-    folder = edit(make_checkpoint(tmp_path / "m", tie=True), tie_word_embeddings=False)
-    assert "lm_head.weight missing (the config does not tie" in refusal(folder)
-    save_tensors(folder, {name: tensor for name, tensor in load_file(folder / "model.safetensors").items()
-                          if name != "model.norm.weight"})
-    assert "model.norm.weight and 1 more missing (the config does not tie" in refusal(folder)
+    config = open_checkpoint(edit(make_checkpoint(tmp_path / "m"), **changes)).config
+    assert config.num_layers == 2 and not config.traits and len(config.hf.id2label) == 2
 
 
 @pytest.mark.parametrize(("window", "longest", "active"),
@@ -167,28 +142,19 @@ def test_mistral_windows_count_where_they_hide_something(tmp_path, window, longe
     assert config.traits == (["a sliding window"] if active else [])
 
 
-def test_a_window_that_llama_does_not_know_hides_nothing(tmp_path):
-    assert open_checkpoint(edit(make_checkpoint(tmp_path / "m", "llama"), sliding_window=16)).config.num_layers == 2
+def test_a_type_that_is_not_supported_is_named_before_a_tensor_is(tmp_path):
+    """DeepSeek-V4 stores tables of int64, which no checkpoint here may hold."""
+    folder = edit(make_checkpoint(tmp_path / "m"), model_type="deepseek_v4")
+    save_tensors(folder, {"layers.0.ffn.gate.tid2eid": torch.arange(4)})
+    assert "model_type 'deepseek_v4' is not supported" in refusal(folder)
 
 
-def test_qwen_windows_that_no_layer_uses_are_no_obstacle(tmp_path):
-    """Qwen2.5's published configs carry sliding_window=32768 with use_sliding_window=false."""
-    folder = edit(make_checkpoint(tmp_path / "m"), use_sliding_window=False, sliding_window=16, layer_types=None)
-    assert open_checkpoint(folder).config.hf.sliding_window is None
-
-
-def test_a_mistral_config_without_the_key_has_hugging_faces_default_window(tmp_path):
-    folder = make_checkpoint(tmp_path / "m", "mistral", max_positions=8192)
-    config = json.loads((folder / "config.json").read_text())
-    del config["sliding_window"]
-    (folder / "config.json").write_text(json.dumps(config))
-    assert open_checkpoint(folder).config.windows == (4096, 4096)
-
-
-def test_an_auto_map_that_names_what_transformers_has_itself(tmp_path):
-    """Older checkpoints of Phi-3 brought the code along that transformers has by now."""
-    named = {"AutoConfig": "configuration_qwen2.Qwen2Config", "AutoModelForCausalLM": "modeling.Qwen2ForCausalLM"}
-    assert open_checkpoint(edit(make_checkpoint(tmp_path / "m"), auto_map=named)).config.num_layers == 2
+def test_an_untied_checkpoint_without_a_head(tmp_path):
+    folder = edit(make_checkpoint(tmp_path / "m", tie=True), tie_word_embeddings=False)
+    assert "lm_head.weight missing (the config does not tie" in refusal(folder)
+    save_tensors(folder, {name: tensor for name, tensor in load_file(folder / "model.safetensors").items()
+                          if name != "model.norm.weight"})
+    assert "model.norm.weight and 1 more missing (the config does not tie" in refusal(folder)
 
 
 def test_remote_code_in_the_tokenizer_config(tmp_path):
@@ -196,65 +162,22 @@ def test_remote_code_in_the_tokenizer_config(tmp_path):
     assert "remote code" in refusal(folder)
 
 
-def test_huge_classifier_fields_build_nothing(tmp_path):
-    """Hugging Face would build a label for each of them; a causal model has none."""
-    folder = edit(make_checkpoint(tmp_path / "m"), num_labels=10_000)
-    assert len(open_checkpoint(folder).config.hf.id2label) == 2
-
-
-@pytest.mark.parametrize("text", ["", "{", "[1, 2]", "null", '"config"', "\ufeff{}", "[" * 100_000,
-                                  '{"a": ' + "9" * 9999 + "}"])
-def test_a_config_that_is_no_json_object(tmp_path, text):
+@pytest.mark.parametrize("content", [b"", b"[1, 2]", b"\xef\xbb\xbf{}", b"[" * 100_000, b'{"a": "\xff\xfe"}', None])
+def test_a_config_that_is_no_json_object(tmp_path, content):
     folder = make_checkpoint(tmp_path / "m")
-    (folder / "config.json").write_text(text)
+    (folder / "config.json").unlink()
+    if content is not None:
+        (folder / "config.json").write_bytes(content)
     assert "config.json" in refusal(folder)
 
 
-def test_a_config_that_is_not_utf8_or_not_there(tmp_path):
+def test_weights_that_are_not_safetensors(tmp_path):
     folder = make_checkpoint(tmp_path / "m")
-    (folder / "config.json").write_bytes(b'{"model_type": "\xff\xfe"}')
-    assert "config.json cannot be read" in refusal(folder)
-    (folder / "config.json").unlink()
-    assert "config.json is missing" in refusal(folder)
-
-
-def test_a_config_object_of_another_family():
-    with pytest.raises(CheckpointError, match="'gpt2' is not supported"):
-        ModelConfig.from_hf(AutoConfig.for_model("gpt2"))
-
-
-def test_pickled_weights(tmp_path):
-    folder = make_checkpoint(tmp_path / "m")
-    (folder / "model.safetensors").unlink()
-    torch.save({"a": torch.ones(2)}, folder / "pytorch_model.bin")
-    assert "pickled weights (pytorch_model.bin) are not read, because a pickle can run code" in refusal(folder)
-
-
-def test_no_weights_names_what_is_there_instead(tmp_path):
-    folder = make_checkpoint(tmp_path / "m")
-    (folder / "model.safetensors").rename(folder / "weights.safetensors")
-    assert "neither model.safetensors nor model.safetensors.index.json (found weights.safetensors)" in refusal(folder)
-    for name in ("d.gguf", "c.safetensors", "b.gguf", "a.gguf"):
+    (folder / "model.safetensors").rename(folder / "weights.gguf")
+    assert "neither model.safetensors nor model.safetensors.index.json" in refusal(folder)
+    for name in ("b.pth", "a.bin"):
         (folder / name).touch()
-    assert "(found a.gguf, b.gguf, c.safetensors)" in refusal(folder)
-    for name in ("f.pkl", "e.ckpt", "c.pt", "b.pth", "a.bin"):
-        (folder / name).touch()
-    assert "pickled weights (a.bin)" in refusal(folder)
-
-
-def test_a_device_in_the_place_of_a_file(tmp_path):
-    folder = make_checkpoint(tmp_path / "m")
-    (folder / "generation_config.json").symlink_to("/dev/null")
-    assert "generation_config.json is not an ordinary file" in refusal(folder)
-
-
-@pytest.mark.parametrize(("error", "words"), [
-    (KeyError("factor"), "KeyError 'factor'"), (IndexError("far out"), "IndexError far out"),
-    (ValueError(), "ValueError "), (ValueError("too short"), "too short"),
-    (FileNotFoundError(2, "No such file", "/a/b"), "No such file"), (OSError("without a number"), "without a number"),
-], ids=repr)
-def test_an_error_of_a_library_in_words(error, words):
-    assert words_of(error) == words
+    assert "pickled weights (a.bin) are not read, because a pickle can run code" in refusal(folder)
 
 
 def test_a_message_is_one_line_of_bounded_length():

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
+from course.random_weights import random_tensors
 from tplab.checkpoint.config import ModelConfig
 from tplab.checkpoint.headers import INDEX, SINGLE
-from tplab.checkpoint.random_weights import random_tensors
 from tplab.checkpoint.traits import ARCHITECTURES
 
 LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.2, 1.3],

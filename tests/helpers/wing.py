@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
+from course.random_weights import fp8_tensors, write_random
 from tplab.align import align, align_decode, check
 from tplab.checkpoint import Checkpoint, open_checkpoint
-from tplab.checkpoint.random_weights import fp8_tensors, write_random
 from tplab.faults import MUSEUM, WING, scenario
 from tplab.faults.fault import Fault
 from tplab.faults.scenarios import plain_prompts

@@ -12,7 +12,7 @@ from tplab.checkpoint import open_checkpoint
 from tplab.engine import EngineError, RequestError
 from tplab.engine.config import EngineConfig
 from tplab.errors import TplabError
-from tplab.faults import FaultError, fault
+from tplab.faults import FaultError
 from tplab.llm import LLM, SamplingParams
 from tplab.llm.requests import RejectedRequest
 from tplab.model.dtypes import DtypeError
@@ -142,14 +142,6 @@ def test_numpy_numbers_are_as_good_as_pythons(folder):
         json.dumps(theirs[0].to_dict())
         assert all(type(size) is int for size in (llm.plan.tensor_parallel_size, llm.engine.pool.num_blocks,
                    llm.engine.pool.block_size, llm.engine.config.max_model_len, llm.engine.config.max_num_seqs))
-
-
-def test_faults_by_their_names(folder):
-    with LLM(folder, 2, logical=True, patches=["rope_missing", fault("shard_dim1")]) as llm:
-        by_name = llm.generate([1, 2, 3], GREEDY)
-    with LLM(folder, 2, logical=True, patches=[fault("rope_missing"), fault("shard_dim1")]) as llm:
-        assert llm.generate([1, 2, 3], GREEDY)[0].outputs[0].token_ids == by_name[0].outputs[0].token_ids
-        assert llm.patches == fault("rope_missing").patches + fault("shard_dim1").patches
 
 
 @pytest.mark.parametrize("options,error,message", [

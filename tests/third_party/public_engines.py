@@ -18,8 +18,8 @@ from lacking import Column, Lacking, Mask, Row, Vocabulary, memory_efficient_att
 from safetensors.torch import load_file
 from torch import nn
 
+from course.random_weights import write_random
 from tplab.align import check
-from tplab.checkpoint.random_weights import write_random
 from tplab.ranks import logical_ranks, rank, world_size
 from tplab.record import record
 

@@ -11,8 +11,9 @@ from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.checkpoint.layout import read_part, tensor_parts
 from tplab.checks import quoted, readable, whole_number
 from tplab.errors import TplabError
+from tplab.faults import as_patches
 from tplab.model.dtypes import parse_dtype
-from tplab.patch import applied, as_patches
+from tplab.patch import applied
 from tplab.pool import RankPool, shared_pool
 from tplab.ranks import logical_ranks
 from tplab.shard import ShardPlan
@@ -86,7 +87,6 @@ def prepared(model, prompts, size: int, dtype, patches, enable_expert_parallel: 
     dtype, patches = parse_dtype(dtype), as_patches(patches)
     plan = ShardPlan.from_config(ckpt.config, size, enable_expert_parallel=enable_expert_parallel)
     ids = check_prompts(ckpt, prompts)
-    ckpt.check_unchanged()
     return ckpt, dtype, patches, plan, ids
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: from a name to slices of verified safetensors.
+"""Checkpoints: from a name to slices of safetensors whose headers were checked.
 
 ``open_checkpoint(name)`` finds and validates a folder; ``ckpt.reader()`` reads slices on a rank;
 ``fetch("smollm2")`` makes a folder out of a published GGUF. ``$TPLAB_CACHE`` moves the cache.
@@ -11,7 +11,6 @@ from .fetching import fetch
 from .headers import TensorInfo
 from .names import cache_dir
 from .reader import CheckpointReader, TensorSlice
-from .verify import write_sums
 
 __all__ = ["Checkpoint", "CheckpointError", "CheckpointReader", "ModelConfig", "TensorInfo", "TensorSlice", "cache_dir",
-           "fetch", "open_checkpoint", "write_sums"]
+           "fetch", "open_checkpoint"]

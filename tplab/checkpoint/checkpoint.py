@@ -4,15 +4,16 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from .config import CONFIGS, ModelConfig, read_config
 from .errors import CheckpointError
 from .headers import TensorInfo, read_headers
-from .layout import HEAD, check_tensors
+from .layout import EMBEDDING, HEAD, check_tensors
 from .names import resolve
 from .quantised import with_scales
-from .reader import CheckpointReader, Stat, check_unchanged, file_stat
+from .reader import CheckpointReader
 from .tokenizer import load_tokenizer
-from .verify import verify_once
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -22,28 +23,17 @@ class Checkpoint:
     """What :func:`open_checkpoint` returns. Holds no open file and no data; can be pickled to ranks.
 
     ``name`` as asked for; ``folder``; ``config`` (:class:`ModelConfig`); ``tensors``: every weight's
-    :class:`TensorInfo` by name. A copy of a tied head is not among them: the head is the embedding.
+    :class:`TensorInfo` by name. A copy of a tied head is not among them: the head is the embedding. ``state``: a key
+    for what is made of config and weights.
     """
 
-    def __init__(self, name: str, folder: Path, config: ModelConfig, tensors: dict[str, TensorInfo],
-                 stats: dict[str, Stat]):
-        self.name, self.folder, self.config, self.tensors = name, folder, config, tensors
-        self._stats = stats
+    def __init__(self, name: str, folder: Path, config: ModelConfig, tensors: dict[str, TensorInfo], state: tuple):
+        self.name, self.folder, self.config, self.tensors, self.state = name, folder, config, tensors, state
         self._tokenizer: PreTrainedTokenizerFast | None = None
 
     def reader(self) -> CheckpointReader:
         """A context manager that reads slices of tensors; for one process, so each rank makes its own."""
-        return CheckpointReader(self.folder, self.tensors, self._stats)
-
-    @property
-    def state(self) -> tuple:
-        """A key for what is made of config and weights: the folder, and each file's name and :func:`file_stat`."""
-        return self.folder, *self._stats.items()
-
-    def check_unchanged(self) -> None:
-        """Raise ``CheckpointError`` if config or weights are not those that were opened."""
-        for file, stat in self._stats.items():
-            check_unchanged(self.folder, file, stat)
+        return CheckpointReader(self.folder, self.tensors)
 
     def tokenizer(self) -> "PreTrainedTokenizerFast":
         """The folder's own tokenizer, loaded on first use. Its ids are those of its ``tokenizer.json``.
@@ -65,26 +55,33 @@ class Checkpoint:
 
 
 def open_checkpoint(name: str | os.PathLike | Checkpoint) -> Checkpoint:
-    """Find the checkpoint called ``name`` and check it: headers, config, and, once per file, the data.
+    """Find the checkpoint called ``name`` and check its config and its files' headers; no weights are read.
 
     ``name`` is ``"fable"``, ``"fable-moe"``, ``"smollm2"``, a local folder, or a hub id; an open
     checkpoint is returned as it is. A folder that is unsupported, incomplete, damaged or contradicts itself is a
-    ``CheckpointError`` here, before a rank starts. The first opening reads all data for :func:`verify_once`; later ones
-    read headers only.
+    ``CheckpointError`` here, before a rank starts.
     """
     if isinstance(name, Checkpoint):
         return name
-    folder = resolve(name)
+    folder = resolve(name).absolute()  # ranks may work in another folder
     try:
+        config = read_config(folder)
         stored = read_headers(folder)
-        config = read_config(folder, len(stored))
         tensors = with_scales(folder, stored, config.scale_block)
         check_tensors(folder, config, tensors)
-        files = sorted({info.file for info in stored.values()}) + [f for f in CONFIGS if (folder / f).exists()]
-        stats = {file: file_stat(folder / file) for file in files}
-        verify_once(folder, config, tensors, stats)
+        files = {info.file for info in stored.values()} | {file for file in CONFIGS if (folder / file).exists()}
+        stats = [(file, os.stat(folder / file)) for file in sorted(files)]
     except OSError as error:  # no permission for one of the files, or it went away in the meantime
         raise CheckpointError(f"{folder} cannot be read: {error}") from error
-    if config.tie_word_embeddings:
-        tensors.pop(HEAD, None)  # verify_once saw that it equals the embedding
-    return Checkpoint(os.fsdecode(name), folder.absolute(), config, tensors, stats)  # ranks may work elsewhere
+    if config.tie_word_embeddings and HEAD in tensors:
+        _check_tied(folder, tensors)
+        del tensors[HEAD]
+    state = folder, *((file, stat.st_size, stat.st_mtime_ns) for file, stat in stats)
+    return Checkpoint(os.fsdecode(name), folder, config, tensors, state)
+
+
+def _check_tied(folder: Path, tensors: dict[str, TensorInfo]) -> None:
+    with CheckpointReader(folder, tensors) as reader:
+        same = tensors[HEAD].dtype == tensors[EMBEDDING].dtype and torch.equal(reader[HEAD][:], reader[EMBEDDING][:])
+    if not same:
+        raise CheckpointError(f"{folder}: {HEAD} differs from {EMBEDDING}, but config.json ties the two")

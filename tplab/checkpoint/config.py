@@ -22,7 +22,7 @@ _QUANTISED = ("quantization_config", "compression_config")
 _NORMS = (("input_layernorm", "input_layernorm"), ("post_attention_layernorm", "post_attention_layernorm"))
 # What a causal language model has no use for, but Hugging Face would build lists of that length from.
 _CLASSIFIER_KEYS = ("num_labels", "id2label", "label2id")
-_LARGEST = 1 << 24  # beyond any model; tables of such a length must not be built to find out
+_LARGEST, _MOST_LAYERS = 1 << 24, 10_000  # beyond any model; tables of such a length must not be built to find out
 
 
 @dataclass(frozen=True)
@@ -139,32 +139,29 @@ class ModelConfig:
         """
         if hf.model_type not in ARCHITECTURES:
             raise CheckpointError(_unknown_type(hf.to_dict()))
-        said = Reading(hf)
-        layers, head_dim = said.num_hidden_layers, getattr(said, "head_dim", None) or _head_dim(said)
-        eos = said.eos_token_id
+        fields = Reading(hf)
+        layers, head_dim = fields.num_hidden_layers, getattr(fields, "head_dim", None) or _head_dim(fields)
+        eos = fields.eos_token_id
         config = cls(**{
-            "model_type": hf.model_type, "hidden_size": said.hidden_size, "intermediate_size": said.intermediate_size,
-            "num_layers": layers, "num_heads": said.num_attention_heads, "num_kv_heads": said.num_key_value_heads,
-            "head_dim": head_dim, "vocab_size": said.vocab_size, "rms_norm_eps": said.rms_norm_eps,
-            "hidden_act": getattr(said, "hidden_act", None), "tie_word_embeddings": said.tie_word_embeddings,
-            "max_position_embeddings": said.max_position_embeddings, "hf": hf,
+            "model_type": hf.model_type, "hidden_size": fields.hidden_size,
+            "intermediate_size": fields.intermediate_size, "num_layers": layers,
+            "num_heads": fields.num_attention_heads, "num_kv_heads": fields.num_key_value_heads, "head_dim": head_dim,
+            "vocab_size": fields.vocab_size, "rms_norm_eps": fields.rms_norm_eps,
+            "hidden_act": getattr(fields, "hidden_act", None), "tie_word_embeddings": fields.tie_word_embeddings,
+            "max_position_embeddings": fields.max_position_embeddings, "hf": hf,
             "eos_token_ids": _id_tuple(eos if eos_token_id is None else eos_token_id),
-            "scaling": head_dim ** -0.5, "windows": (None,) * layers, "rotates": (True,) * layers} | read_traits(said))
-        said.refuse_unread()
+            "scaling": head_dim ** -0.5, "windows": (None,) * layers, "rotates": (True,) * layers
+        } | read_traits(fields))
+        fields.refuse_unread()
         _check_sizes(config)
-        _check_windows(config)
-        _check_rope(config)
+        _check_ropes(config)
         longest = math.inf if "dynamic" in config.rope_types else config.max_position_embeddings
         # A window as long as the longest sequence never hides anything.
         return replace(config, windows=tuple(size if size and size < longest else None for size in config.windows))
 
 
-def read_config(folder: Path, tensor_count: int) -> ModelConfig:
-    """The config of the checkpoint in ``folder``; ``CheckpointError`` with the folder's name if it cannot be used.
-
-    ``tensor_count`` is how many tensors the files hold. A layer has several, so a larger number of layers cannot be
-    true, and is refused before anything of that length is built.
-    """
+def read_config(folder: Path) -> ModelConfig:
+    """The config of the checkpoint in ``folder``; ``CheckpointError`` with the folder's name if it cannot be used."""
     raw = read_json(folder / "config.json")
     generation, tokenizer = (read_json(folder / file) if (folder / file).exists() else {}
                              for file in ("generation_config.json", "tokenizer_config.json"))
@@ -172,9 +169,6 @@ def read_config(folder: Path, tensor_count: int) -> ModelConfig:
         if not _is_transformers_own(raw) or "auto_map" in tokenizer or raw.get("trust_remote_code"):
             raise CheckpointError("asks for remote code (auto_map); tplab never runs code from a checkpoint")
         _refuse_unsupported(raw)
-        layers = raw.get("num_hidden_layers")
-        if not isinstance(layers, int) or not 0 < layers <= tensor_count:
-            raise CheckpointError(f"num_hidden_layers is {layers!r}, but the files hold {tensor_count} tensors")
         block = next((scale_block(raw[key]) for key in _QUANTISED if raw.get(key) is not None), None)
         return replace(ModelConfig.from_hf(_hf_config(raw), generation.get("eos_token_id")), scale_block=block)
     except CheckpointError as error:
@@ -192,8 +186,8 @@ def config_of(raw: dict[str, Any], *, quantised: bool = False) -> ModelConfig:
 def _is_transformers_own(raw: dict[str, Any]) -> bool:
     """Whether an ``auto_map`` names only what transformers has itself by now, as older Phi-3 checkpoints do."""
     named = raw.get("auto_map", {}).values() if isinstance(raw.get("auto_map", {}), dict) else [None]
-    own = ARCHITECTURES.get(str(raw.get("model_type")), "")
-    return all(isinstance(name, str) and name.rpartition(".")[2] in (own, own.replace("ForCausalLM", "Config"))
+    model = ARCHITECTURES.get(str(raw.get("model_type")), "")
+    return all(isinstance(name, str) and name.rpartition(".")[2] in (model, model.replace("ForCausalLM", "Config"))
                for name in named)
 
 
@@ -215,10 +209,12 @@ def _unknown_type(raw: dict[str, Any]) -> str:
 
 
 def _refuse_unsupported(raw: dict[str, Any]) -> None:
-    model_type = raw.get("model_type")
+    from transformers import CONFIG_MAPPING
+
+    model_type, layers = raw.get("model_type"), raw.get("num_hidden_layers", 1)
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise CheckpointError(_unknown_type(raw))
-    known = {what for key, what in _MISSING.items() if hasattr(_config_class(model_type), key)}
+    known = {what for key, what in _MISSING.items() if hasattr(CONFIG_MAPPING[model_type], key)}
     if stray := [key for key, what in _MISSING.items() if raw.get(key) and what not in known]:
         raise CheckpointError(f"{stray[0]} asks for {_MISSING[stray[0]]}, which is not supported in a {model_type}")
     architectures = raw.get("architectures") or [ARCHITECTURES[model_type]]
@@ -231,29 +227,11 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
                                   "is fp8 with weight_block_size and compressed-tensors of 8 bits a channel")
     if raw.get("per_layer_config") is not None:
         raise CheckpointError("layers with configs of their own (per_layer_config) are not supported")
-    for key in ("rope_parameters", "rope_scaling"):
-        rope = raw.get(key)
-        if rope is not None:
-            if not isinstance(rope, dict):
-                raise CheckpointError(f"{key} is {rope!r}, not an object")
-            _check_rope_type(rope.get("rope_type", rope.get("type", "default")))
+    if type(layers) is not int or not 0 < layers <= _MOST_LAYERS:  # Hugging Face would build lists of that length
+        raise CheckpointError(f"num_hidden_layers is {layers!r}, not a whole number from 1 to {_MOST_LAYERS}")
     layer_types = raw.get("layer_types") or []
     if not isinstance(layer_types, list) or any(kind not in LAYER_TYPES for kind in layer_types):
         raise CheckpointError(f"layer_types {layer_types!r} is not supported; it can name {' and '.join(LAYER_TYPES)}")
-
-
-def _config_class(model_type: str) -> type:
-    from transformers import CONFIG_MAPPING
-
-    return CONFIG_MAPPING[model_type]
-
-
-def _check_rope_type(rope_type: Any) -> None:
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    known = ["default", *ROPE_INIT_FUNCTIONS]
-    if rope_type not in known:
-        raise CheckpointError(f"rope type {rope_type!r} is unknown; Hugging Face has {', '.join(known)}")
 
 
 def _head_dim(hf: Any) -> int:
@@ -271,64 +249,47 @@ def _id_tuple(ids: Any) -> tuple[int, ...]:
 def _check_sizes(config: ModelConfig) -> None:
     from transformers.activations import ACT2FN
 
-    sizes = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size")
-    for name in (*sizes, "max_position_embeddings"):
-        value = getattr(config, name)
-        _check_size(name, value)
-    if moe := config.experts:
-        for name in ("num_experts", "top_k", "intermediate_size"):
-            _check_size(f"{name} of the experts", getattr(moe, name))
-        if moe.top_k > moe.num_experts:
-            raise CheckpointError(f"a token cannot go to {moe.top_k} of {moe.num_experts} experts")
+    experts = config.experts
+    sizes = {name: getattr(config, name) for name in (
+        "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "vocab_size",
+        "max_position_embeddings")} | ({f"{name} of the experts": getattr(experts, name) for name in (
+            "num_experts", "top_k", "intermediate_size")} if experts else {})
+    for name, size in sizes.items():
+        if type(size) is not int or not 0 < size <= _LARGEST:
+            raise CheckpointError(f"{name} is {size!r}, not a whole number from 1 to {_LARGEST}")
+    if experts and experts.top_k > experts.num_experts:
+        raise CheckpointError(f"a token cannot go to {experts.top_k} of {experts.num_experts} experts")
     if config.num_heads % config.num_kv_heads:
         raise CheckpointError(f"{config.num_heads} query heads cannot share {config.num_kv_heads} KV heads evenly")
     if config.head_dim % 2:
         raise CheckpointError(f"head_dim is {config.head_dim}; RoPE turns pairs, so it must be even")
-    eps = config.rms_norm_eps
-    if not isinstance(eps, int | float) or not 0 <= eps < 1:
-        raise CheckpointError(f"rms_norm_eps is {eps!r}, not a small positive number")
     if config.hidden_act not in ACT2FN:
         raise CheckpointError(f"hidden_act {config.hidden_act!r} is unknown to transformers")
-    for token in config.eos_token_ids:
-        if type(token) is not int or not 0 <= token < config.vocab_size:
-            raise CheckpointError(f"eos_token_id {token!r} is outside the vocabulary of {config.vocab_size}")
-
-
-def _check_size(name: str, value: Any) -> None:
-    if type(value) is not int or not 0 < value <= _LARGEST:
-        raise CheckpointError(f"{name} is {value!r}, not a whole number from 1 to {_LARGEST}")
-
-
-def _check_windows(config: ModelConfig) -> None:
-    for window in config.windows:
-        if window is not None and (type(window) is not int or window < 1):
-            raise CheckpointError(f"a sliding window of {window!r} tokens is no window; it must be from 1 up")
-    sliding = [kind for kind in getattr(config.hf, "layer_types", None) or () if kind == SLIDING]
-    if len(sliding) > len([window for window in config.windows if window]):
+    if wrong := [size for size in config.windows if size is not None and (type(size) is not int or size < 1)]:
+        raise CheckpointError(f"a sliding window of {wrong[0]!r} tokens is no window; it must be from 1 up")
+    if SLIDING in (getattr(config.hf, "layer_types", None) or ()) and not any(config.windows):
         raise CheckpointError(f"layer_types has layers with a sliding window, but a {config.model_type} of this config "
                               "has none")
 
 
-def _check_rope(config: ModelConfig) -> None:
-    for layer_type, rope in config.ropes.items():
-        kind, theta = rope.get("rope_type"), rope.get("rope_theta")
-        _check_rope_type(kind)
-        if type(theta) not in (int, float) or not 0 < theta < 1e30:
-            raise CheckpointError(f"rope_theta is {theta!r}, not a positive number")
-        if kind != "default":
-            _check_frequencies(config, kind, {} if layer_type is None else {"layer_type": layer_type})
-
-
-def _check_frequencies(config: ModelConfig, kind: str, of: dict[str, str]) -> None:
+def _check_ropes(config: ModelConfig) -> None:
     import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rotated = int(config.head_dim * config.partial_rotary_factor)
-    try:
-        frequencies, scale = ROPE_INIT_FUNCTIONS[kind](copy.deepcopy(config.hf), **of)
-        usable = len(frequencies) == -(-rotated // 2) and bool(torch.isfinite(frequencies * scale).all())
-    except Exception as error:  # missing keys, lists of the wrong length, factors of the wrong type
-        raise CheckpointError(f"rope {kind!r} cannot be set up: {words_of(error)}") from error
-    if not usable:
-        raise CheckpointError(f"rope {kind!r} gives no finite frequency for each pair of {rotated} rotated numbers of "
-                              f"head_dim {config.head_dim}")
+    for layer_type, rope in config.ropes.items():
+        kind, theta = rope.get("rope_type"), rope.get("rope_theta")
+        if type(theta) not in (int, float) or not 0 < theta < 1e30:
+            raise CheckpointError(f"rope_theta is {theta!r}, not a positive number")
+        if kind == "default":
+            continue
+        try:
+            frequencies, scale = ROPE_INIT_FUNCTIONS[kind](copy.deepcopy(config.hf), **(
+                {} if layer_type is None else {"layer_type": layer_type}))
+            usable = len(frequencies) == -(-rotated // 2) and bool(torch.isfinite(frequencies * scale).all())
+        except Exception as error:  # an unknown type, missing keys, lists of the wrong length, factors of another type
+            raise CheckpointError(f"rope {kind!r} cannot be set up: {words_of(error)}; Hugging Face has default, "
+                                  f"{', '.join(ROPE_INIT_FUNCTIONS)}") from error
+        if not usable:
+            raise CheckpointError(f"rope {kind!r} gives no finite frequency for each pair of {rotated} rotated numbers "
+                                  f"of head_dim {config.head_dim}")

@@ -2,8 +2,7 @@
 
 from tplab.errors import TplabError
 
-_LONGEST = 800
-_TAIL = 200
+_LONGEST, _TAIL = 800, 200  # characters
 
 
 class CheckpointError(TplabError):

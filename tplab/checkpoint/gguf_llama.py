@@ -1,6 +1,6 @@
 """A Llama GGUF file turned into an ordinary Hugging Face safetensors folder."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +9,6 @@ import torch
 
 from .errors import CheckpointError
 
-Progress = Callable[[str, int, int], None]
-
 _TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
             "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", "attn_q": "self_attn.q_proj",
             "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
@@ -18,29 +16,28 @@ _TENSORS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "ou
 _SPECIAL = 3  # llama.cpp's token type for control tokens
 
 
-def convert(source: Path, folder: Path, progress: Progress) -> None:
+def convert(source: Path, folder: Path) -> None:
     """Write ``source`` into the existing ``folder`` as float32 safetensors with config and tokenizer.
 
     Reads the file with the ``gguf`` package, not through transformers' own GGUF loading, which also needs
     ``accelerate``, builds the whole model, marks it as quantised, and for this tokenizer guesses the
-    pre-tokenizer. ``progress(stage, done, total)`` is called per tensor. Raises ``CheckpointError`` for a file
-    that is not a Llama with a byte-level BPE tokenizer.
+    pre-tokenizer. A bar on stderr counts tensors. Raises ``CheckpointError`` for a file that is not a Llama with a
+    byte-level BPE tokenizer.
     """
     from gguf import GGUFReader
     from huggingface_hub import save_torch_state_dict
+    from tqdm import tqdm
+    from transformers import GenerationConfig
 
     reader = GGUFReader(source)
     facts = {key: value.contents() for key, value in reader.fields.items()}
     if facts.get("general.architecture") != "llama" or facts.get("tokenizer.ggml.pre") != "smollm":
         raise CheckpointError(f"{source} is not a Llama GGUF with SmolLM's tokenizer")
-    total = len(reader.tensors)
-    state = {}
-    for done, (name, weight) in enumerate(_weights(reader, facts), 1):
-        state[name] = weight
-        progress("convert", done, total)
+    state = dict(tqdm(_weights(reader, facts), "convert", len(reader.tensors), unit="tensors"))
     config = _config(facts, tied="lm_head.weight" not in state)
     config.save_pretrained(folder)
-    _generation_config(config).save_pretrained(folder)
+    GenerationConfig(bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id,
+                     pad_token_id=config.pad_token_id).save_pretrained(folder)
     _tokenizer(facts).save_pretrained(folder)
     save_torch_state_dict(state, folder, max_shard_size="200MB", metadata={"format": "pt"})
 
@@ -86,13 +83,6 @@ def _config(facts: dict[str, Any], tied: bool) -> Any:
         pad_token_id=facts["tokenizer.ggml.padding_token_id"],
         dtype=torch.float32,
     )
-
-
-def _generation_config(config: Any) -> Any:
-    from transformers import GenerationConfig
-
-    return GenerationConfig(bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id,
-                            pad_token_id=config.pad_token_id)
 
 
 def _tokenizer(facts: dict[str, Any]) -> Any:

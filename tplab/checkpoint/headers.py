@@ -3,7 +3,6 @@
 import json
 import os
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,15 +34,10 @@ class TensorInfo:
     scale: Any = None
 
 
-def refuse_unordinary(path: Path) -> None:
-    """``CheckpointError`` for a named pipe or a device, on which a reader would wait for ever."""
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise CheckpointError(f"{path.parent}: {path.name} is not an ordinary file")
-
-
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in ``path``; ``CheckpointError`` naming the file when it is anything else."""
-    refuse_unordinary(path)
+    if path.exists() and not path.is_file():  # on a named pipe, a reader would wait for ever
+        raise CheckpointError(f"{path.parent}: {path.name} is not an ordinary file")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -65,10 +59,10 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
     weight_map = _weight_map(folder)
     tensors: dict[str, TensorInfo] = {}
     for file in sorted(set(weight_map.values())) if weight_map is not None else [SINGLE]:
-        for name, info in _header(folder, file):
-            if name in tensors:
-                raise CheckpointError(f"{folder}: tensor {name} is in two files, {tensors[name].file} and {file}")
-            tensors[name] = info
+        header = _header(folder, file)
+        if twice := next((name for name in header if name in tensors), None):
+            raise CheckpointError(f"{folder}: tensor {twice} is in two files, {tensors[twice].file} and {file}")
+        tensors |= header
     if weight_map is not None:
         _check_index(folder, weight_map, tensors)
     _check_dtypes(folder, tensors)
@@ -78,70 +72,54 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
 def _weight_map(folder: Path) -> dict[str, str] | None:
     present = set(os.listdir(folder))
     if INDEX not in present:
-        if SINGLE not in present:
-            raise CheckpointError(f"{folder}: {_no_weights(present)}")
-        return None
+        if SINGLE in present:
+            return None
+        if pickled := sorted(file for file in present if file.endswith(PICKLED)):
+            raise CheckpointError(f"{folder}: pickled weights ({pickled[0]}) are not read, because a pickle can run "
+                                  "code; save as safetensors")
+        raise CheckpointError(f"{folder}: no weights here: neither {SINGLE} nor {INDEX}")
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{folder}: {INDEX} has no weight_map")
     for tensor, file in weight_map.items():
-        if not isinstance(file, str) or not _is_plain_name(file):
-            raise CheckpointError(f"{folder}: {INDEX} puts {tensor} into {file!r}, which is not a plain file name")
-        if not file.endswith(".safetensors"):
-            raise CheckpointError(f"{folder}: {INDEX} puts {tensor} into {file}; only .safetensors files are read")
+        # A separator or '..' would let an index read files outside its folder.
+        if not isinstance(file, str) or not re.fullmatch(r"[^/\\:\0]+\.safetensors", file):
+            raise CheckpointError(f"{folder}: {INDEX} puts {tensor} into {file!r}; only .safetensors files of this "
+                                  "folder are read")
     if SINGLE in present and SINGLE not in weight_map.values():
         raise CheckpointError(f"{folder}: both {SINGLE} and {INDEX} are here and disagree; remove one of them")
     return weight_map
 
 
-def _is_plain_name(file: str) -> bool:
-    # A separator or '..' would let an index read files outside its folder.
-    return file not in ("", ".", "..") and not any(c in file for c in "/\\:\0")
-
-
-def _no_weights(present: Iterable[str]) -> str:
-    pickled = sorted(f for f in present if f.endswith(PICKLED))
-    if pickled:
-        return f"pickled weights ({pickled[0]}) are not read, because a pickle can run code; save as safetensors"
-    other = sorted(f for f in present if f.endswith((".safetensors", ".gguf")))
-    found = f" (found {', '.join(other[:3])})" if other else ""
-    return f"no weights here: neither {SINGLE} nor {INDEX}{found}"
-
-
-def _header(folder: Path, file: str) -> list[tuple[str, TensorInfo]]:
-    path = folder / file
-    found = []
+def _header(folder: Path, file: str) -> dict[str, TensorInfo]:
+    path, infos = folder / file, {}
+    if not path.is_file():  # before opening: a named pipe would block for ever
+        raise CheckpointError(f"{folder}: weight file {file} is missing, or not an ordinary file")
+    dtypes = DTYPES | {stored_as: dtype for dtype, stored_as in NARROW.items()}
     try:
-        if not path.is_file():  # before opening: a named pipe would block for ever
-            raise CheckpointError(f"{folder}: weight file {file} is missing, or not an ordinary file")
         path.open("rb").close()  # safetensors calls a file without permission "no such file"
         with safe_open(path, framework="pt") as opened:
             for name in opened.keys():
-                if _NOT_A_WEIGHT.search(name):
-                    continue
                 piece = opened.get_slice(name)
-                stored = piece.get_dtype()
-                dtypes = DTYPES | {stored_as: dtype for dtype, stored_as in NARROW.items()}
-                if stored not in dtypes:
-                    raise CheckpointError(f"{folder}: {name} in {file} is stored as {stored}; what is read is "
-                                          f"{', '.join(dtypes)}")
-                found.append((name, TensorInfo(tuple(piece.get_shape()), dtypes[stored], file)))
+                if not _NOT_A_WEIGHT.search(name):
+                    if (stored_as := piece.get_dtype()) not in dtypes:
+                        raise CheckpointError(f"{folder}: {name} in {file} is stored as {stored_as}; what is read is "
+                                              f"{', '.join(dtypes)}")
+                    infos[name] = TensorInfo(tuple(piece.get_shape()), dtypes[stored_as], file)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{folder}: {file} is damaged or unreadable: {words_of(error)}") from error
-    return found
+    return infos
 
 
 def _check_index(folder: Path, weight_map: dict[str, str], tensors: dict[str, TensorInfo]) -> None:
     for name, file in weight_map.items():
-        if _NOT_A_WEIGHT.search(name):
-            continue
-        if name not in tensors:
-            raise CheckpointError(f"{folder}: {INDEX} puts {name} into {file}, but it is not there")
-        if tensors[name].file != file:
+        if name in tensors and tensors[name].file != file:
             raise CheckpointError(f"{folder}: {INDEX} puts {name} into {file}, but it is in {tensors[name].file}")
-    for name, info in tensors.items():
-        if name not in weight_map:
-            raise CheckpointError(f"{folder}: unexpected tensor {name} in {info.file}: {INDEX} does not list it")
+        if name not in tensors and not _NOT_A_WEIGHT.search(name):
+            raise CheckpointError(f"{folder}: {INDEX} puts {name} into {file}, but it is not there")
+    if unlisted := next((name for name in tensors if name not in weight_map), None):
+        raise CheckpointError(f"{folder}: unexpected tensor {unlisted} in {tensors[unlisted].file}: {INDEX} does not "
+                              "list it")
 
 
 def _check_dtypes(folder: Path, tensors: dict[str, TensorInfo]) -> None:

@@ -51,8 +51,8 @@ class _Rows:
         if expert is None:
             return self.source[(slice(start + first, start + last), *columns)]
         columns = columns or [slice(None)] * (len(self.shape) - 1)
-        found = self.source[(slice(expert, expert + 1), *columns, slice(first * step, last * step))][0]
-        return found[..., start::step].mT.contiguous() if columns else found[start::step].contiguous()
+        stack = self.source[(slice(expert, expert + 1), *columns, slice(first * step, last * step))][0]
+        return stack[..., start::step].mT.contiguous() if columns else stack[start::step].contiguous()
 
 
 class _Kept:
@@ -80,10 +80,10 @@ def tensor_parts(config: ModelConfig, present: Mapping[str, object]) -> dict[str
     def module(path: str, rows: dict[str, int], *columns: int, bias: bool = False, fused: bool = False) -> None:
         whole, start = f"model.{path}", 0
         fused = fused or len(rows) > 1 and f"{whole}.weight" in present
-        for own, count in rows.items():
+        for name, count in rows.items():
             for kind, shape in [("weight", (count, *columns)), ("bias", (count,))][:1 + bias]:
-                tensor = f"{whole if fused else own}.{kind}"
-                parts[f"{own}.{kind}"] = Part(f"{path}.{kind}", tensor, start if fused else 0, shape)
+                tensor = f"{whole if fused else name}.{kind}"
+                parts[f"{name}.{kind}"] = Part(f"{path}.{kind}", tensor, start if fused else 0, shape)
             start += count
 
     def mlp(path: str, size: int, bias: bool = False) -> None:

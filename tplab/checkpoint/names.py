@@ -1,8 +1,11 @@
 """From what a user types to a folder on disk."""
 
+import atexit
 import os
 import re
-import stat
+import shutil
+import sys
+import tempfile
 from pathlib import Path
 
 from tplab.checks import did_you_mean, quoted
@@ -13,20 +16,31 @@ _HERE = Path(__file__).resolve().parent
 EMBEDDED = {"fable": _HERE / "fable", "fable-moe": _HERE / "fable_moe"}  # in the package
 HUB_FILES = ["config.json", "generation_config.json", "model.safetensors", "model-*-of-*.safetensors",
              "model.safetensors.index.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
-             "chat_template.jinja", "SHA256SUMS"]
+             "chat_template.jinja"]
 KNOWN = "'fable', 'fable-moe', 'smollm2', a folder, or a hub id such as 'Qwen/Qwen2.5-0.5B-Instruct'"
 
 
 def cache_dir() -> Path:
-    """The folder for fetched models and for what has been verified; it may not exist yet.
+    """The folder for fetched models and compiled code; it may not exist yet.
 
-    ``$TPLAB_CACHE`` if set, else ``$XDG_CACHE_HOME/tplab``, else ``~/.cache/tplab``.
+    ``$TPLAB_CACHE`` if set, else ``$XDG_CACHE_HOME/tplab``, else ``~/.cache/tplab``. A user without a home folder gets
+    a temporary one, which ends with this process; a line on stderr says so.
     """
-    if own := os.environ.get("TPLAB_CACHE"):
-        return _expanded(own, "$TPLAB_CACHE is ")
+    if folder := os.environ.get("TPLAB_CACHE"):
+        return _expanded(folder, "$TPLAB_CACHE is ")
     if shared := os.environ.get("XDG_CACHE_HOME"):
         return Path(shared) / "tplab"
-    return _expanded("~/.cache/tplab", "without $TPLAB_CACHE the cache is ")
+    home = Path(os.path.expanduser("~"))  # "/" if $HOME is empty, "~" for a user who is in no list of users
+    return home / ".cache" / "tplab" if home.is_dir() and home != home.parent else _temporary_cache()
+
+
+def _temporary_cache() -> Path:
+    folder = tempfile.mkdtemp(prefix=f"tplab-{os.getpid()}-cache-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ["TPLAB_CACHE"] = folder  # also for this process's ranks and commands
+    print(f"tplab: there is no home folder for a cache, so {folder} is used until this process ends; $TPLAB_CACHE "
+          "names a lasting one", file=sys.stderr)
+    return Path(folder)
 
 
 def _expanded(text: str, what: str = "") -> Path:
@@ -67,29 +81,24 @@ def _looks_like_hub_id(text: str) -> bool:
 
 def _existing_folder(path: Path, if_missing: str) -> Path:
     try:
-        mode = path.stat().st_mode
-        if stat.S_ISDIR(mode):
-            os.scandir(path).close()
-    except (FileNotFoundError, NotADirectoryError):
+        os.scandir(path).close()
+    except FileNotFoundError:
+        raise CheckpointError(if_missing) from None
+    except NotADirectoryError:
+        if path.is_file():
+            raise CheckpointError(f"{path} is a file; a checkpoint is the folder that holds config.json") from None
         raise CheckpointError(if_missing) from None
     except (OSError, ValueError) as error:  # no permission, a symlink loop, a name too long or with a NUL byte
         raise CheckpointError(f"{str(path)!r} cannot be opened: {words_of(error)}") from error
-    if not stat.S_ISDIR(mode):
-        raise CheckpointError(f"{path} is a file; a checkpoint is the folder that holds config.json")
     return path
 
 
 def _from_hub(repo_id: str) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         return Path(snapshot_download(repo_id, allow_patterns=HUB_FILES))
-    except GatedRepoError as error:
-        advice = "accept its terms, then `hf auth login`"
-        raise CheckpointError(f"hub model {repo_id!r} asks for a login: {advice}") from error
-    except RepositoryNotFoundError as error:
-        raise CheckpointError(f"there is no hub model {repo_id!r} (and no such folder)") from error
     except LocalEntryNotFoundError as error:
         raise CheckpointError(f"hub model {repo_id!r} is not in the local hub cache and the hub cannot be reached; go "
                               "online, give a local folder, or use 'fable' or 'smollm2'") from error

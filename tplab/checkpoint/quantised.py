@@ -35,8 +35,8 @@ def scale_block(quantisation: Any) -> tuple[int, int] | None:
     groups = quantisation.get("config_groups")
     if quantisation.get("quant_method") == "compressed-tensors" and isinstance(groups, dict):
         weights = [group.get("weights") for group in groups.values() if isinstance(group, dict)]
-        if weights and all(isinstance(one, dict) and one.get("num_bits") == 8 and one.get("strategy") == "channel"
-                           and one.get("symmetric", True) for one in weights):
+        if weights and all(isinstance(group, dict) and group.get("num_bits") == 8 and group.get("strategy") == "channel"
+                           and group.get("symmetric", True) for group in weights):
             return 1, 0
     return None
 
@@ -51,7 +51,7 @@ def with_scales(folder: Path, tensors: Mapping[str, TensorInfo], block: tuple[in
 
     Raises ``CheckpointError`` for a quantised tensor whose scales are missing or of another shape.
     """
-    found, scales = dict(tensors), {}
+    others, scales = dict(tensors), {}
     for name, info in tensors.items():
         if info.dtype not in NARROW:
             continue
@@ -65,8 +65,8 @@ def with_scales(folder: Path, tensors: Mapping[str, TensorInfo], block: tuple[in
         if tensors[scale].shape != expected:
             raise CheckpointError(f"{folder}: {scale} has shape {list(tensors[scale].shape)}, but {list(expected)} "
                                   f"blocks of {list(sizes)} cover {name}")
-        scales[name] = Scale(scale, found.pop(scale), sizes)
-    return found | {name: replace(tensors[name], dtype=torch.float32, scale=scale) for name, scale in scales.items()}
+        scales[name] = Scale(scale, others.pop(scale), sizes)
+    return others | {name: replace(tensors[name], dtype=torch.float32, scale=scale) for name, scale in scales.items()}
 
 
 def widened(piece: torch.Tensor, index: tuple[slice, ...], scale: Scale, take) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """Slices of tensors, read from disk one at a time."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -13,37 +12,17 @@ from .errors import CheckpointError, words_of
 from .headers import TensorInfo
 from .quantised import widened
 
-Stat = tuple[int, int, int, int]
-
-
-def file_stat(path: Path) -> Stat:
-    """Size in bytes, modification and change time in ns, inode: equal for a file that was not changed since."""
-    s = os.stat(path)
-    return s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino
-
-
-def check_unchanged(folder: Path, file: str, stat: Stat) -> None:
-    """Raise ``CheckpointError`` unless ``file`` is the one that had this :func:`file_stat`."""
-    try:
-        same = file_stat(folder / file) == stat
-    except OSError as error:
-        raise CheckpointError(f"{folder}: {file}: {words_of(error)}; it was there when the checkpoint was opened"
-                              ) from error
-    if not same:
-        raise CheckpointError(f"{folder}: {file} has changed since the checkpoint was opened; open it again")
-
 
 class CheckpointReader:
     """Opens a checkpoint's files lazily and hands out :class:`TensorSlice` by tensor name.
 
     A context manager, for one process. ``bytes_read`` counts the bytes of every slice taken, so a rank can
-    say how much of the checkpoint it asked for; ``get_tensor`` is never called. A file that changed since
-    :func:`open_checkpoint` looked at it raises ``CheckpointError``.
+    say how much of the checkpoint it asked for; ``get_tensor`` is never called.
     """
 
-    def __init__(self, folder: Path, tensors: Mapping[str, TensorInfo], stats: Mapping[str, Stat]):
+    def __init__(self, folder: Path, tensors: Mapping[str, TensorInfo]):
         self.bytes_read = 0
-        self._folder, self._tensors, self._stats = folder, tensors, stats
+        self._folder, self._tensors = folder, tensors
         self._open_files: dict = {}
         self._closed = False
 
@@ -83,7 +62,6 @@ class CheckpointReader:
         if self._closed:
             raise CheckpointError(f"{self._folder}: this reader is closed; read inside its `with` block")
         if file not in self._open_files:
-            check_unchanged(self._folder, file, self._stats[file])
             self._open_files[file] = safe_open(self._folder / file, framework="pt").__enter__()
         return self._open_files[file]
 

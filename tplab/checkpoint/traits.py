@@ -266,7 +266,7 @@ class Reading:
 
         common = {field.name for field in dataclasses.fields(PreTrainedConfig)}
         for field in dataclasses.fields(self._hf):
-            said = getattr(self._hf, field.name)
-            if field.name not in self._read | common and said != field.default:
-                raise CheckpointError(f"{field.name} is {said!r}, for which a {self._hf.model_type} has no trait here; "
-                                      f"{field.default!r} works")
+            value = getattr(self._hf, field.name)
+            if field.name not in self._read | common and value != field.default:
+                raise CheckpointError(f"{field.name} is {value!r}, for which a {self._hf.model_type} has no trait "
+                                      f"here; {field.default!r} works")

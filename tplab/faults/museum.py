@@ -34,6 +34,16 @@ def fault(name: str) -> Fault:
     return MUSEUM[name]
 
 
+def as_patches(patches) -> tuple[patch.Patch, ...]:
+    """A list of faults, names of faults and patches → its patches.
+
+    Raises PatchError if it is no such list, FaultError if the museum has no fault of that name.
+    """
+    if isinstance(patches, list | tuple):
+        patches = [fault(entry) if isinstance(entry, str) else entry for entry in patches]
+    return patch.as_patches(patches)
+
+
 def applied(*names: str) -> AbstractContextManager[None]:
     """Break the engine with the named faults until the ``with`` block ends: here, and on the ranks of every pool."""
     return patch.applied(*map(fault, names))

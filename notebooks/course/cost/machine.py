@@ -15,7 +15,7 @@ import torch
 
 from course.cost.amounts import Part, attention_amount, mlp_amount
 from course.cost.steps import CONTEXT, SEQUENCES, Kind
-from tplab.checkpoint.random_weights import write_random
+from course.random_weights import write_random
 from tplab.checks import counted
 from tplab.fast import why_not
 from tplab.llm.llm import LLM

@@ -36,7 +36,7 @@ def shape_config(name: str) -> ModelConfig:
 @contextmanager
 def random_checkpoint(name: str) -> Iterator[Path]:
     """A folder with the checkpoint, in bfloat16 (1 GB for the 0.5 B shape); it goes when the context ends."""
-    from tplab.checkpoint.random_weights import write_random
+    from course.random_weights import write_random
 
     with tempfile.TemporaryDirectory(prefix="tplab-bench-") as folder:
         yield write_random(Path(folder), dtype="bfloat16", fill=_small_tensors, **RANDOM_MODELS[name])

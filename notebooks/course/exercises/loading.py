@@ -10,9 +10,9 @@ from course.judge.attempt import Attempt, NotYet, for_each, guarded, kind, on_ra
 from course.judge.cuts import dealt, judge_part, owns, read_once, share_of
 from course.judge.toy_checkpoint import CountedCheckpoint, ToySource, toy_model
 from course.judge.verdict import Setting, at, exercise
+from course.random_weights import random_tensors
 from tplab.checkpoint import Checkpoint
 from tplab.checkpoint.layout import by_parameter, tensor_parts
-from tplab.checkpoint.random_weights import random_tensors
 from tplab.model.decoder import TensorParallelCausalLM
 from tplab.patch import Patch, original
 from tplab.pool import shared_pool

@@ -3,8 +3,9 @@
 from tplab.align.gather import trace_on_rank
 from tplab.align.run import check_prompts
 from tplab.checkpoint import open_checkpoint
+from tplab.faults import as_patches
 from tplab.model.dtypes import parse_dtype
-from tplab.patch import applied, as_patches
+from tplab.patch import applied
 from tplab.pool import shared_pool
 from tplab.shard import ShardPlan
 

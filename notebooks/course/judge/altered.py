@@ -13,7 +13,6 @@ import torch
 from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.checkpoint.headers import INDEX, SINGLE
 from tplab.checkpoint.layout import by_parameter, read_part, tensor_parts
-from tplab.checkpoint.verify import SUMS
 from tplab.pool.private_folder import make_folder
 
 
@@ -23,7 +22,7 @@ def changed_config(ckpt: Checkpoint, **changed) -> Iterator[Checkpoint]:
     with tempfile.TemporaryDirectory(prefix="tplab-") as name:
         folder = Path(name)
         for file in ckpt.folder.iterdir():
-            if file.name not in ("config.json", SUMS):  # the sums are those of the unchanged files
+            if file.name != "config.json":
                 os.symlink(file.resolve(), folder / file.name)
         config = json.loads((ckpt.folder / "config.json").read_text(encoding="utf-8"))
         (folder / "config.json").write_text(json.dumps(config | changed), encoding="utf-8")
@@ -42,6 +41,6 @@ def fused_copy(ckpt: Checkpoint) -> Checkpoint:
             tensors[name] = torch.cat([read_part(part, reader) for part in parts.values()])
     save_file(tensors, folder / SINGLE, metadata={"format": "pt"})
     for file in ckpt.folder.iterdir():
-        if file.is_file() and file.suffix != ".safetensors" and file.name not in (INDEX, SUMS):
+        if file.is_file() and file.suffix != ".safetensors" and file.name not in (INDEX, "SHA256SUMS"):
             shutil.copy(file, folder)
     return open_checkpoint(folder)

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from course.judge.attempt import Uncopied
+from course.random_weights import write_random
 from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.checkpoint.headers import TensorInfo
-from tplab.checkpoint.random_weights import write_random
 from tplab.checkpoint.reader import CheckpointReader, TensorSlice
 from tplab.pool.private_folder import make_folder
 

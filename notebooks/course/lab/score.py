@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 
 from course.cases import CASES, CaseFile
+from course.random_weights import fp8_tensors, write_random
 from tplab.checkpoint import Checkpoint, open_checkpoint
-from tplab.checkpoint.random_weights import fp8_tensors, write_random
 from tplab.errors import TplabError
 from tplab.faults.fault import Fault
 from tplab.faults.museum import MUSEUM, WING

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from tplab.errors import TplabError
-from tplab.files import FileError, write_file
+from tplab.files import write_file
 
 ROOT = Path(__file__).resolve().parents[3]
 ORIGINALS, COPIES = ROOT / "notebooks", ROOT / "my_notebooks"
@@ -24,7 +24,7 @@ NOT_OURS = {".ipynb_checkpoints", "__pycache__", "course", "pyproject.toml", "tp
 def refresh(originals: Path, copies: Path) -> list[str]:
     """Bring ``copies`` up to date with the folder ``originals``; returns the edited ones whose original is newer.
 
-    Raises OSError or `FileError` if the copies cannot be written, `FileError` if what was recorded cannot be read.
+    Raises OSError or `TplabError` if the copies cannot be written, `TplabError` if what was recorded cannot be read.
     """
     record, newer = copies / SEEN, []
     seen = _read(record) if record.exists() else {}
@@ -51,7 +51,7 @@ def _read(record: Path) -> dict[str, list[str]]:
         seen = json.loads(record.read_text(encoding="utf-8"))
         return {name: [edited, whole] for name, (edited, whole) in seen.items()}
     except (ValueError, TypeError, AttributeError):
-        raise FileError(f"{record} is damaged; delete it (copies that differ from their originals are kept as yours)"
+        raise TplabError(f"{record} is damaged; delete it (copies that differ from their originals are kept as yours)"
                         ) from None
 
 

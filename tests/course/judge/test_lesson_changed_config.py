@@ -2,13 +2,11 @@
 
 import json
 
-import pytest
 from helpers.checkpoints import make_checkpoint
 
 from course import lesson
 from tplab.align import align
-from tplab.checkpoint import CheckpointError, open_checkpoint
-from tplab.checkpoint.verify import SUMS
+from tplab.checkpoint import open_checkpoint
 
 
 def test_twice_as_many_heads_of_half_the_size_agree_with_hugging_face():
@@ -17,15 +15,12 @@ def test_twice_as_many_heads_of_half_the_size_agree_with_hugging_face():
         assert (halved.config.num_heads, halved.config.num_kv_heads, halved.config.head_dim) == (16, 4, 8)
         assert align(halved, list(range(5, 14)), logical=True).ok
     assert fable.config.num_heads == 8
-    with pytest.raises(CheckpointError, match="it was there when the checkpoint was opened"):
-        align(halved, [5, 6], logical=True)
 
 
 def test_a_checkpoint_that_was_opened_by_a_relative_path_is_found_and_nothing_stays(tmp_path, monkeypatch):
     make_checkpoint(tmp_path / "m", layers=1)
     monkeypatch.chdir(tmp_path)
     ckpt = open_checkpoint("m")
-    (tmp_path / "m" / SUMS).write_text("sums of the unchanged files")
     with lesson.changed_config(ckpt, rms_norm_eps=0.5, new=[1]) as changed:
         folder = changed.folder
         config = json.loads((folder / "config.json").read_text())

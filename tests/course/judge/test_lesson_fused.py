@@ -10,7 +10,6 @@ from course import lesson
 from tplab.align import align, reassemble
 from tplab.checkpoint import open_checkpoint
 from tplab.checkpoint.headers import SINGLE
-from tplab.checkpoint.verify import SUMS
 from tplab.faults import fault
 from tplab.pool.private_folder import folders_of
 
@@ -31,7 +30,7 @@ def test_a_head_of_its_own_and_all_that_is_no_weight_go_along(tmp_path):
     ckpt = open_checkpoint(make_checkpoint(tmp_path / "m", shards=2))
     (tmp_path / "m/tokenizer.json.txt").write_text("words")
     (tmp_path / "m/folder").mkdir()
-    (tmp_path / "m" / SUMS).write_text("sums of other files")
+    (tmp_path / "m" / "SHA256SUMS").write_text("sums of other files")
     made = lesson.fused_copy(ckpt)
     assert made.tensors["lm_head.weight"].shape == (67, 32) and "model.norm.weight" in made.tensors
     assert made.tensors["model.layers.1.self_attn.qkv_proj.bias"].shape == (32 + 2 * 16,)

@@ -24,10 +24,10 @@ from course.lab.score import (
     _run,
     score,
 )
+from course.random_weights import write_random
 from tplab import faults
 from tplab.align import Diagnosis
 from tplab.checkpoint import open_checkpoint
-from tplab.checkpoint.random_weights import write_random
 from tplab.faults import MUSEUM, fault
 
 

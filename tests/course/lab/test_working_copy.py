@@ -5,7 +5,7 @@ import json
 import pytest
 
 from course.lab import working_copy
-from tplab.files import FileError
+from tplab.errors import TplabError
 
 
 @pytest.fixture
@@ -117,6 +117,6 @@ def test_a_damaged_record_is_named_and_nothing_is_touched(damaged, folders):
     working_copy.refresh(*folders)
     (copies / working_copy.SEEN).write_text(damaged, encoding="latin-1")
     notebook(originals / "a.ipynb", "new_stub()")
-    with pytest.raises(FileError, match=rf"{copies}/.originals.json is damaged; delete it"):
+    with pytest.raises(TplabError, match=rf"{copies}/.originals.json is damaged; delete it"):
         working_copy.refresh(*folders)
     assert "new_stub()" not in (copies / "a.ipynb").read_text()
