@@ -21,9 +21,9 @@ _ON_RANK, _ATTEND = "tplab.align.replay.Replay._on_rank", "tplab.model.attention
 
 
 def _tf32(x: torch.Tensor) -> torch.Tensor:
-    """Rounded to TF32's 10 bits, as on a GPU before a product."""
+    """Rounded to TF32's 10 bits, half away from zero, as on a GPU before a product."""
     bits = x.to(torch.float32).contiguous().view(torch.int32)
-    return ((bits + 0xfff + ((bits >> 13) & 1)) & ~0x1fff).view(torch.float32).to(x.dtype)
+    return ((bits + 0x1000) & ~0x1fff).view(torch.float32).to(x.dtype)
 
 
 def _stored(dtype: torch.dtype, scale, x: torch.Tensor) -> torch.Tensor:
@@ -84,7 +84,8 @@ def lower_precision(report, names: list[str]) -> tuple[str, set[str]]:
             left[what] = _left(report.judge, report.local[name], patches)
             if not left[what]:
                 break
-        best = min(left, key=left.get)
+        # The first of those that explain it equally well: TF32 and float16 have as many digits.
+        best = next(what for what, part in left.items() if part <= 2 * min(left.values()) + 1e-3)
         if left[best] <= LEFT:
             return best, {one for one in able if _left(report.judge, report.local[one], PRECISIONS[best]) <= LEFT}
     return "", set()

@@ -53,11 +53,11 @@ def check_joined(sources: Sources, kept: Source, recording: Recording) -> None:
             token_of = {bytes(column.numpy().data): token for token, column in enumerate(ours)}
             found = [token_of.get(bytes(column.numpy().data)) for column in theirs]
             wrong = int(differs.any(1).nonzero()[0])
-            said = ("are neither those that it is given nor a reordering of them" if None in found else
-                    f"stand in another order: those of token {found[wrong]} in the place of token {wrong}")
-            sources.contradictions.append(Contradiction(
-                f"the logits of {kept} are right or wrong by themselves; in {source} on rank {rank} they {said}",
-                None if None in found else "head_rows"))
+            what = (f"has the logits' shape, and is neither the logits of {kept} nor a reordering of them"
+                    if None in found else f"holds the logits of {kept} in another order: those of token {found[wrong]} "
+                    f"stand in the place of token {wrong}")
+            sources.contradictions.append(Contradiction(f"{source} on rank {rank} {what}",
+                                                        None if None in found else "head_rows"))
             return
 
 

@@ -123,8 +123,8 @@ class Texts:
             numbers.append(number := self._numbered(label, text, places, numbers, len(runs), index))
             whole = (texts or {}).get(label)
             if whole is None and self._is_tree(number, places):
-                self.trees[number] = (f"call {index} computes a tree of drafts, with two rows of sequence "
-                                      f"{self._label(number)} at one position: its rows were not judged; record a run "
+                self.trees.setdefault(number, f"call {index} computes a tree of drafts, with two rows of sequence "
+                                      f"{self._label(number)} at one position: such rows were not judged; record a run "
                                       "without a tree")
                 continue
             start = self._start(number, text, places and places[0], index) if whole is None else self._told(

@@ -105,7 +105,7 @@ class Sources:
                     entry for entry in call.entries if overridden(entry, self._names) != "")) for call in of.values()}
                 self.recorded[rank] = {i: call for i, call in kept.items() if call.entries or not of[i].entries}
     def _read_calls(self) -> None:
-        self.calls, idle = [], []
+        self.calls, idle, before = [], [], None
         for index in sorted(set().union(*self.recorded.values())):
             of = {rank: calls[index] for rank, calls in self.recorded.items() if index in calls}
             seen = {rank: call_inputs(call) for rank, call in of.items()}
@@ -125,8 +125,12 @@ class Sources:
             if (tokens >= self.config.vocab_size).any():
                 raise PlacementError(f"call {index}: token id {int(tokens.max())} is not in the checkpoint's "
                                      f"vocabulary: 0 to {self.config.vocab_size - 1}")
-            call = self.texts.add_call(index, ids[min(ids)], said[min(said)] if said else None, first.sequences,
-                                       masks[min(masks)] if masks else None, first.texts)
+            if first.input_ids is None and before and torch.equal(before[0], ids[min(ids)]):
+                call = replace(before[1], index=index, cut={})  # the model ran once more on what was told
+            else:
+                call = self.texts.add_call(index, ids[min(ids)], said[min(said)] if said else None, first.sequences,
+                                           masks[min(masks)] if masks else None, first.texts)
+            before = (ids[min(ids)], call) if first.input_ids is not None else before
             if index in self.used:
                 self.calls.append(call)
             # A call in which nothing runs may tell the beginning of a text.

@@ -7,6 +7,7 @@ from typing import ClassVar
 import torch
 
 from tplab.align.check.ordinary import lower_precision, noisy
+from tplab.align.check.rows import UNKNOWN
 from tplab.align.diagnosis import Diagnosis
 from tplab.align.floors import SHORT
 from tplab.align.guilty import Judge
@@ -88,8 +89,9 @@ class CheckReport(AlignReport):
         """Whether all other points are right up to the end of the model: then no error went on from the wrong ones, and
         their tensors were taken for what they are not."""
         others, grown = [p for p in self.points if p.name not in self._wrong], 1 if self.dtype in SHORT else GROWN
-        return bool(self._wrong) and others[-1:] == self.points[-1:] and all(
-            max(p.relative, 0) <= grown * p.floor for p in others) and all(
+        told = not any(UNKNOWN in text for text in self.recording.ids)  # rows of unknown texts have no reference
+        return told and bool(self._wrong) and others[-1:] == self.points[-1:] and all(
+            p.relative <= grown * p.floor and not p.nan and not p.inf for p in others) and all(
             self.local[name].relative > CLEARLY for name in self._wrong)
 
     @property
@@ -133,7 +135,7 @@ class CheckReport(AlignReport):
         if kinds & {"q", "k"} and kinds <= heads and "pairs" not in self.told:
             return said + ("Do the numbers in each head of q and k lie in pairs, as in Meta's own files? Then give "
                            "--layout pairs")
-        if kinds >= {"q", "k", "v"} and kinds <= heads | {"v"} and "groups" not in self.told:
+        if "v" in kinds and kinds <= heads | {"v"} and "groups" not in self.told:
             return said + "Does the fused q|k|v lie KV head by KV head? Then give --layout groups"
         return said + (f"So another tensor is {first}, which was taken {self.recording.assumed.get(first, '')}; give "
                        "--name to correct this")
