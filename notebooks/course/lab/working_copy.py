@@ -63,7 +63,7 @@ def _read(record: Path) -> dict[str, str]:
         return {name: cells for name, cells in seen.items() if isinstance(cells, str)}
     except (ValueError, AttributeError):
         raise TplabError(f"{record} is damaged; delete it (copies that differ from their originals are kept as yours)"
-                        ) from None
+                         ) from None
 
 
 def _edited(path: Path) -> str:
