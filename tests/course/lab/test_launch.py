@@ -24,7 +24,7 @@ COMMANDS = [["--help"], ["run", "--help"], ["test", "--help"], ["doctor", "--hel
 
 
 def shell(*arguments, **options):
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120, **options)
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300, **options)
 
 
 @pytest.fixture
@@ -195,19 +195,19 @@ def test_lab_starts_on_the_first_notebook_on_loopback_with_a_token():
             for line in lab.stdout)), None)
         assert address, "the address was never printed"
         server, token = address.group().split("/lab")[0], address.group().split("token=")[1]
-        for _ in range(100):  # the address is printed a few milliseconds before the server listens on it
+        for _ in range(3000):  # the address is printed a few milliseconds before the server listens on it
             with socket.socket() as probe:
                 if probe.connect_ex(("127.0.0.1", int(server.rsplit(":")[-1]))) == 0:
                     break
-            time.sleep(0.05)
+            time.sleep(0.1)
         listing = f"{server}/api/contents/notebooks?content=0"
         with pytest.raises(urllib.error.HTTPError, match="403"):
-            urllib.request.urlopen(listing, timeout=10)
-        with urllib.request.urlopen(f"{listing}&token={token}", timeout=10) as answer:
+            urllib.request.urlopen(listing, timeout=300)
+        with urllib.request.urlopen(f"{listing}&token={token}", timeout=300) as answer:
             assert json.load(answer)["path"] == "notebooks", "the repository is not the root folder"
     finally:
         lab.terminate()
-        lab.communicate(timeout=20)
+        lab.communicate(timeout=300)
 
 
 def test_tests_start_it_as_a_person_does():

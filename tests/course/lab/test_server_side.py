@@ -73,7 +73,7 @@ def lab(tmp_path_factory):
         family = psutil.Process(server.pid).children(recursive=True)
         server.terminate()
         try:
-            server.wait(timeout=20)
+            server.wait(timeout=300)
         finally:
             for process in family:  # a kernel that the server could not end
                 if process.is_running():
@@ -101,7 +101,7 @@ def wait_for(look, seconds):
 
 def ask(address, path, token=None, data=None):
     headers = {"Authorization": f"token {token}"} if token else {}
-    with urllib.request.urlopen(urllib.request.Request(address + path, data, headers), timeout=20) as answer:
+    with urllib.request.urlopen(urllib.request.Request(address + path, data, headers), timeout=300) as answer:
         return answer.read()
 
 
