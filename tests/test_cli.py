@@ -131,13 +131,13 @@ def test_a_standard_input_that_is_no_prompt_is_one_line(given, words, capsys, mo
 
 def test_a_terminal_that_lacks_a_character_shows_another():
     ask = [sys.executable, "-m", "tplab", "faults", "qkv_order"]
-    done = subprocess.run(ask, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"}, timeout=100)
+    done = subprocess.run(ask, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"}, timeout=300)
     assert done.returncode == 0 and b"?" in done.stdout and done.stderr == b""
 
 
 def test_a_working_folder_that_is_gone_is_one_line(tmp_path):
     ask = f"mkdir gone && cd gone && rmdir ../gone && {sys.executable} -m tplab plan fable"
-    done = subprocess.run(ask, shell=True, capture_output=True, text=True, cwd=tmp_path, timeout=100,
+    done = subprocess.run(ask, shell=True, capture_output=True, text=True, cwd=tmp_path, timeout=300,
                           env={**os.environ, "PYTHONPATH": str(cli.__file__).removesuffix("tplab/cli.py")})
     assert done.returncode == 2 and done.stderr.count("\n") == 1
     assert done.stderr.startswith("tplab: the current folder no longer exists")

@@ -1,4 +1,4 @@
-"""``python -m course``: run notebooks, score the diagnosis, measure.
+"""``python -m course``: run notebooks, report on executed ones, score the diagnosis, measure.
 
 Exit codes: 0 done, 1 a notebook failed or a fault was not named, 2 bad input, 130 interrupted.
 """
@@ -6,7 +6,7 @@ Exit codes: 0 done, 1 a notebook failed or a fault was not named, 2 bad input, 1
 import argparse
 import sys
 
-from course.lab import batch, bench_command, score_command
+from course.lab import batch, bench_command, report, score_command
 from tplab.cli import MODEL
 from tplab.errors import TplabError
 from tplab.files import check_working_folder, replace_unprintable
@@ -32,6 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.set_defaults(run=lambda chosen: parser.print_help() or 0)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, module, about in (("run", batch, "Run notebooks with papermill and write an HTML report."),
+                                ("report", report, "Write the report over the executed notebooks in a folder."),
                                 ("score", score_command, "Break the engine with each fault: is it named? (minutes)"),
                                 ("bench", bench_command, "Measure against Hugging Face and vLLM, alternately.")):
         made = commands.add_parser(name, help=about, description=about, allow_abbrev=False)

@@ -87,7 +87,7 @@ def test_a_slow_rank_of_a_real_pool():
     with RankPool(2) as pool:
         pool.run(rank)
         with pytest.raises(RankError) as caught:
-            pool.run(slow, timeout=1)
+            pool.run(slow, timeout=4)  # so that rank 0 is there by then, on a busy machine too
     diagnosis = diagnose(caught.value)
     assert diagnosis.fault is None and "is still running at" in diagnosis.sentence, diagnosis
 

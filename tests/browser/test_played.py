@@ -17,7 +17,7 @@ def pids(window):
 
 
 def gone(numbers):
-    return wait_for(lambda: not any(map(psutil.pid_exists, numbers)), 20)
+    return wait_for(lambda: not any(map(psutil.pid_exists, numbers)), 45)  # before the pool's own 60
 
 
 def test_run_all(window):

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import psutil
-from helpers.lab_window import wait_for
+from helpers.lab_window import SECONDS, wait_for
 from helpers.launching import command_of_launch
 
 FOLDERS = ("JUPYTER_RUNTIME_DIR", "JUPYTER_DATA_DIR", "JUPYTER_CONFIG_DIR", "JUPYTERLAB_SETTINGS_DIR",
@@ -33,10 +33,10 @@ class Server:
             self.process = subprocess.Popen(command, stdin=theirs, stdout=words, stderr=words, cwd=folder,
                                             env={**os.environ, **own, "OMP_NUM_THREADS": "1"})
         os.close(theirs)
-        told = self.says(r"(http://127\.0\.0\.1:\d+)/lab\S*\?token=(\w+)", 90)
+        told = self.says(r"(http://127\.0\.0\.1:\d+)/lab\S*\?token=(\w+)")
         self.address, self.token = told[1], told[2]
 
-    def says(self, pattern, seconds=20):
+    def says(self, pattern, seconds=SECONDS):
         """The match of ``pattern`` in what the server prints, as soon as it stands there."""
         def found():
             assert self.process.poll() is None, self._words.read_text()
@@ -49,7 +49,7 @@ class Server:
             return []
         family = [psutil.Process(self.process.pid), *psutil.Process(self.process.pid).children(recursive=True)]
         stop()
-        _, left = psutil.wait_procs(family, 20)
+        _, left = psutil.wait_procs(family, 45)  # before the pool's own 60
         os.close(self._terminal)
         for one in left:
             one.kill()

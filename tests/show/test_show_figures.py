@@ -189,7 +189,19 @@ def test_rounding_noise_does_not_change_the_words():
                                           (0.97, "1"), (9.4, "9"), (9.6, "10"), (12, "10"), (94, "90"),
                                           (96, "1e+2"), (200, "1e+2"), (4e4, "1e+5")])
 def test_magnitudes(value, words):
-    assert show.magnitude(value) == words
+    assert show.magnitude(value, floor=0) == words
+
+
+@pytest.mark.parametrize("value", [0, 1e-15, 1e-7, 1e-6, 2e-5, 9.9e-5])
+def test_the_size_of_rounding_is_not_said(value):
+    """It is another on the next processor, and can be 0 there."""
+    assert show.magnitude(value) == show.magnitude(value, 2e-5) == "less than 1e-4"
+    assert show.magnitude(1e-2 * value, 2e-7) == "less than 1e-6"
+    assert show.magnitude(value, 0.4) == "less than 1"
+
+
+def test_a_difference_above_the_floor_has_a_size():
+    assert show.magnitude(1.2e-4) == "1e-4" and show.magnitude(1e-5, 2e-7) == "1e-5" and show.magnitude(NAN) == "NaN"
 
 
 def test_points_of_a_layer_show_the_signature_of_a_wrong_position():

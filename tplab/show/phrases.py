@@ -12,12 +12,19 @@ class ShowError(TplabError):
     """The figure, table or text cannot be made."""
 
 
-def magnitude(value: float) -> str:
-    """``3.7`` → ``"4"``, ``0.0123`` → ``"0.01"``: one digit near 1, further away the nearest power of ten."""
-    if value == 0:
-        return "exactly 0"
+def magnitude(value: float, floor: float = 1e-4) -> str:
+    """``3.7`` → ``"4"``, ``0.0123`` → ``"0.01"``: one digit near 1, further away the nearest power of ten.
+
+    Up to the ``floor`` a difference can be rounding, and how large that is, or whether it is 0, depends on the
+    processor. So it is only said to be below the next power of ten: ``"less than 1e-4"``, which holds for float32.
+    ``floor``: a point's own (``report["logits"].floor``), or 0 for what is not rounding; then 0 is ``"exactly 0"``.
+    """
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else "infinite"
+    if floor and value < (above := 10.0 ** math.ceil(math.log10(floor))):
+        return f"less than {above:.0e}".replace("e-0", "e-").replace("e+00", "")
+    if value == 0:
+        return "exactly 0"
     if 0.0095 <= value < 95:
         return f"{value:.1g}" if value < 9.5 else f"{round(value, -1):.0f}"
     return f"1e{round(math.log10(value)):+d}"
@@ -51,7 +58,7 @@ def describe_point(point) -> str:
     for count, what in ((point.nan, "NaN"), (point.inf, "infinite")):
         if count:
             return f"{max(1, round(100 * count / point.size))} % {what}"
-    return magnitude(distance(point))
+    return magnitude(distance(point), floor=0)
 
 
 def dtype_name(report) -> str:

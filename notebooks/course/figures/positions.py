@@ -26,8 +26,12 @@ def position_figure(reports: Mapping, point: str = "layers.0.q_rope", first: int
     axis.draw(looks(values))
     ax.set_xlabel("position of the token in the prompt")
     label_differences(ax, reports)
-    details = "; ".join(f"{label}: {magnitude(line[0])} at position 0, {magnitude(line[1])} at position 1, "
-                        f"{magnitude(line[-1])} at position {len(line) - 1}" if len(line) > 1
-                        else f"{label}: {magnitude(line[0])}" for label, line in values.items())
+    details = "; ".join(f"{label}: " + _said(line, reports[label].floor) for label, line in values.items())
     return figure.finished(title or f"{point}, token by token", columns=4,
                            words=f"{point}, difference from Hugging Face token by token. {details}.")
+
+
+def _said(line: list[float], floor: float) -> str:
+    """The first two differences along the prompt and the last."""
+    sizes = ["inside the floor" if value <= floor else magnitude(value, floor=0) for value in line]
+    return ", ".join(f"{sizes[at]} at position {at}" for at in (0, 1, len(line) - 1)) if len(line) > 1 else sizes[0]

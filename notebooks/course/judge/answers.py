@@ -23,12 +23,17 @@ def ask(llm, text: str, max_tokens: int = 40, **sampling) -> str:
     return llm.tokenizer.decode(output.outputs[0].token_ids)
 
 
-def greedy(model, prompts, max_tokens, tensor_parallel_size=2, *args, one_by_one=False, **options) -> list[list[int]]:
-    """The token ids that an engine writes behind each prompt; ``options`` are those of :class:`tplab.LLM`."""
+def greedy(model, prompts, max_tokens, tensor_parallel_size=2, *args, one_by_one=False, patches=(), **options
+           ) -> list[list[int]]:
+    """The token ids that an engine writes behind each prompt; ``options`` are those of :class:`tplab.LLM`.
+
+    ``patches`` may be names of faults, too.
+    """
     from tplab import LLM, SamplingParams
+    from tplab.faults import as_patches
 
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     turns = [[prompt] for prompt in prompts] if one_by_one else [prompts]
-    with LLM(model, tensor_parallel_size, *args, **options) as llm:
+    with LLM(model, tensor_parallel_size, *args, patches=as_patches(patches), **options) as llm:
         done = [one for turn in turns for one in llm.generate(list(map(list, turn)), params, use_tqdm=False)]
     return [list(one.outputs[0].token_ids) for one in done]

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import sys
 import time
+import tomllib
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -18,7 +19,8 @@ from tplab.files import replace_unprintable
 
 ROOT = Path(__file__).resolve().parents[3]
 PYTHON = shlex.quote(sys.executable)
-REINSTALL = f"{PYTHON} -m pip install --editable {shlex.quote(f'{ROOT}[test]')}"
+REINSTALL = (f"{PYTHON} -m pip install --editable {shlex.quote(f'{ROOT}[test]')} "
+             f"--editable {shlex.quote(str(ROOT / 'notebooks'))}")
 FREE_MEMORY, FREE_DISK = 2e9, 2e9  # bytes: two ranks and Hugging Face's copy of smollm2 in fp32; its files and a run
 
 
@@ -50,14 +52,14 @@ def machine():
 
 
 def packages(requirements=None):
-    """Installed against required versions; ``requirements`` (``["torch==2.13.0"]``) are pyproject.toml's if None.
+    """Installed against required versions; ``requirements`` (``["torch==2.13.0"]``): the library's and the course's.
 
     Without what the extra ``test`` asks for, the lab works, and ``launch test`` does not.
     """
     from packaging.requirements import Requirement
 
     if requirements is None:
-        requirements = metadata.requires("tplab") or []
+        requirements = _required()
     for requirement in map(Requirement, requirements):
         if requirement.marker and not requirement.marker.evaluate({"extra": "test"}):
             continue
@@ -70,6 +72,14 @@ def packages(requirements=None):
             continue
         fits = requirement.specifier.contains(installed, prereleases=True)
         yield Finding(f"{requirement.name} {installed} {wanted}", "" if fits else REINSTALL, essential)
+
+
+def _required():
+    """What both pyproject.toml ask for; what only ``launch test`` needs is marked as an extra."""
+    for folder in (ROOT, ROOT / "notebooks"):
+        project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+        yield from project["dependencies"]
+        yield from (f"{need}; extra == 'test'" for need in project.get("optional-dependencies", {}).get("test", ()))
 
 
 def fast_path():

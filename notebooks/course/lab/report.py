@@ -1,32 +1,27 @@
-"""The report of a batch: one HTML page per executed notebook, and an index with the results and all the figures."""
+"""The report over executed notebooks: one HTML page each, by nbconvert, and an index with the results.
+
+``launch run`` writes it; ``python -m course report FOLDER`` writes it for notebooks that anything else executed.
+"""
 
 import os
 import re
-from base64 import b64encode
 from dataclasses import dataclass
 from html import escape
-from itertools import zip_longest
-from urllib.parse import quote
+from pathlib import Path
+from urllib.parse import quote, unquote
 
 from course.lab.store import without_live_views
-from tplab.files import write_file
+from tplab.errors import TplabError
 
 MARK = '<meta name="generator" content="tplab run">'  # in every page: a later run may overwrite it
-
+INDEX = "index.html"
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff; max-width: 1000px;
        margin: 2.5rem auto; padding: 0 1rem }
-h1 { margin-bottom: .2rem }  h2 { margin-top: 2.5rem }
-.sub { color: #555; margin-top: 0 }
-table { border-collapse: collapse }
+.sub { color: #555 }  .passed { color: #00603a }  .failed { color: #a4001d; font-weight: 600 }
 th, td { text-align: left; padding: .35rem 1.4rem .35rem 0; border-bottom: 1px solid #ddd; vertical-align: top }
-td.seconds { text-align: right; font-variant-numeric: tabular-nums }
-.passed { color: #00603a }  .failed { color: #a4001d; font-weight: 600 }
-figure { margin: 1.5rem 0 }  figure img { max-width: 100% }
-figcaption { color: #444 }
 a { color: #0b57a4; text-decoration: underline }
 """
-
 # What nbconvert's own style lacks: contrast in small print and code, links that are more than a colour, and lines that
 # break between words.
 PAGE_STYLE = """<style>
@@ -37,126 +32,112 @@ body { --jp-mirror-editor-comment-color: #2f6a6a; --jp-mirror-editor-number-colo
 .jp-RenderedHTMLCommon p a:link, .jp-RenderedHTMLCommon li a:link,
 .jp-RenderedHTMLCommon td a:link { text-decoration: underline }
 </style></head>"""
+# nbconvert's pages load these from elsewhere; a report is read without a network.
+_FROM_AFAR = re.compile(r'<script[^>]* src="https?://[^>]*>\s*</script>')
+_TO_NOTEBOOK = re.compile(r'<a href="([^":/]+)\.ipynb(#[^"]*)?">(.*?)</a>', re.DOTALL)
 
-PICTURES = ("image/png", "image/svg+xml")
+
+class ReportError(TplabError):
+    """There is nothing to report."""
 
 
 @dataclass(frozen=True)
-class Figure:
-    """One picture of a notebook as a data URI, and the line that says what it shows ('' if there is none)."""
+class Outcome:
+    """The result of one notebook."""
 
-    source: str
-    alt_text: str
+    notebook: Path  # the one that was asked for
+    executed: Path  # the executed copy; there is none if the notebook failed before it started
+    seconds: float
+    failure: str | None  # None, or in one line where and why it stopped
 
+    @property
+    def name(self) -> str:
+        """What the results are called."""
+        return self.executed.stem
 
-def figures(notebook):
-    """All figures of an nbformat node; a cell's first picture has the first line ``Figure: …`` printed there, etc."""
-    found = []
-    for cell in notebook.cells:
-        outputs = cell.get("outputs", [])
-        printed = "\n".join(output.text for output in outputs if output.output_type == "stream")
-        texts = [" ".join(text.split()) for text in _WORDS.findall(printed)]
-        sources = [source for output in outputs for source in _sources(output.get("data", {}))]
-        found += [Figure(source, text) for source, text in zip_longest(sources, texts[: len(sources)], fillvalue="")]
-    return found
-
-
-_WORDS = re.compile(r"^Figure:.*(?:\n  .*)*", re.MULTILINE)  # with the lines that go on below it
-_IMAGE = re.compile(r'<img [^>]*src="(data:image/[a-z+]+;base64,[\w+/=]+)"')
+    @property
+    def page(self) -> Path:
+        """The notebook's own page."""
+        return self.executed.with_suffix(".html")
 
 
-def _sources(data):
-    """The pictures of one output: as such, or in its page."""
-    return ([_data_uri(mime, data[mime]) for mime in PICTURES if mime in data]
-            or _IMAGE.findall("".join(data.get("text/html", ""))))
+def outcomes_in(folder: Path) -> list[Outcome]:
+    """Of every executed notebook in a folder what came of it, as the notebook itself says. `ReportError` for none."""
+    import nbformat
+
+    outcomes = []
+    for path in sorted(folder.glob("*.ipynb")):
+        notebook = nbformat.read(path, as_version=4)
+        errors = [f"cell [{cell.execution_count}]: {output.ename}: {(output.evalue.splitlines() or [''])[0]}"
+                  for cell in notebook.cells for output in cell.get("outputs", ()) if output.output_type == "error"]
+        seconds = notebook.metadata.get("papermill", {}).get("duration") or 0.0
+        outcomes.append(Outcome(path, path, seconds, errors[0] if errors else None))
+    if not outcomes:
+        raise ReportError(f"there is no notebook in {folder}; give a folder of executed notebooks")
+    return outcomes
 
 
-def _data_uri(mime, content):
-    # A notebook holds a PNG as base64 already, and an SVG as text.
-    base64 = content.replace("\n", "") if mime == "image/png" else b64encode(content.encode()).decode()
-    return f"data:{mime};base64,{base64}"
-
-
-def write_report(outcomes, parameters, out):
-    """Write ``<name>.html`` for each `Outcome`'s notebook and ``index.html`` over them into ``out``; returns the index.
+def write_report(outcomes: list[Outcome], parameters: dict[str, str], out: Path) -> Path:
+    """Write a page for each notebook that was executed and ``index.html`` over them into ``out``; returns the index.
 
     ``parameters``: {name: text} as the user gave them.
     """
+    import nbformat
     from nbconvert import HTMLExporter
 
-    exporter = HTMLExporter()
-    rows, galleries = [], []
+    exporter, rows = HTMLExporter(), []
+    names = {outcome.notebook.stem for outcome in outcomes}
     for outcome in outcomes:
         shown = escape(outcome.name)
-        if notebook := _read(outcome.executed):
+        try:
+            notebook = without_live_views(nbformat.read(outcome.executed, as_version=4))
+        except (FileNotFoundError, nbformat.reader.NotJSONError):  # none, or a part only since the disk was full
+            pass
+        else:
             page, _ = exporter.from_notebook_node(notebook, resources={"metadata": {"name": outcome.name}})
-            for other in outcomes:  # links between notebooks of this run lead to their pages
-                if other.notebook.parent == outcome.notebook.parent:
-                    name, address = quote(os.fsencode(other.notebook.name)), _address(other)
-                    for end in '"#':  # a part of it may be meant
-                        page = page.replace(f'href="{name}{end}', f'href="{address}{end}')
-            # Links to notebooks without a page in this run are removed, and so are scripts that a page would download.
-            page = _AFAR.sub("", _NOT_HERE.sub(r"\1", page))
-            page = page.replace("<head>", f"<head>{MARK}", 1).replace("</head>", PAGE_STYLE, 1)
-            _write_page(outcome.page, page)
-            shown = f'<a href="{_address(outcome)}">{shown}</a>'
-            galleries.append(_gallery(shown, figures(notebook)))
-        if outcome.name != outcome.notebook.stem:
-            shown += f"<br>from {escape(str(outcome.notebook))}"
+            page = _FROM_AFAR.sub("", _TO_NOTEBOOK.sub(lambda link: _to_page(link, names), page))
+            _write(outcome.page, page.replace("<head>", f"<head>{MARK}", 1).replace("</head>", PAGE_STYLE, 1))
+            shown = f'<a href="{quote(os.fsencode(outcome.page.name))}">{shown}</a>'
         result = (f'<td class="failed">failed: {escape(outcome.failure)}</td>' if outcome.failure
                   else '<td class="passed">passed</td>')
-        rows.append(f'<tr><td>{shown}</td>{result}<td class="seconds">{outcome.seconds:.1f}</td></tr>')
-
-    index = out / "index.html"
-    _write_page(index, _index(rows, galleries, parameters, outcomes))
-    return index
+        rows.append(f'<tr><td>{shown}</td>{result}<td>{outcome.seconds:.1f}</td></tr>')
+    return _write(out / INDEX, _index(rows, parameters, outcomes))
 
 
-_NOT_HERE = re.compile(r'<a href="[^":/]+\.ipynb(?:#[^"]*)?">(.*?)</a>', re.DOTALL)
-_AFAR = re.compile(r'<script[^>]* src="https?://[^>]*>\s*</script>')
+def _to_page(link: re.Match, names: set[str]) -> str:
+    """A link to a notebook as one to its page; where there is no page, the words alone."""
+    name, part, words = link.groups()
+    return f'<a href="{name}.html{part or ""}">{words}</a>' if unquote(name) in names else words
 
 
-def _address(outcome):
-    return quote(os.fsencode(outcome.page.name))  # a # or a % in a name would lead elsewhere
-
-
-def _write_page(path, page):
+def _write(path: Path, page: str) -> Path:
     # What a notebook prints may hold half of a surrogate pair, which UTF-8 does not have.
-    write_file(path, lambda new: new.write_text(page, encoding="utf-8", errors="replace"))
+    path.write_text(page, encoding="utf-8", errors="replace")
+    return path
 
 
-def _read(executed):
-    """An executed notebook; None if there is none, or a part only since the disk was full."""
-    import nbformat
-
-    try:
-        return without_live_views(nbformat.read(executed, as_version=4))
-    except (FileNotFoundError, nbformat.reader.NotJSONError):
-        return None
-
-
-def _gallery(title, pictures):
-    if not pictures:
-        return ""
-    shown = [f'<figure><img src="{escape(one.source)}" alt="{escape(one.alt_text)}">'
-             f'<figcaption>{escape(one.alt_text)}</figcaption></figure>' for one in pictures]
-    return f"<h2>{title}</h2>\n" + "\n".join(shown)
-
-
-def _index(rows, galleries, parameters, outcomes):
-    given = ", ".join(f"{name} = {text}" for name, text in parameters.items()) or "the notebooks' own parameters"
-    failed = sum(outcome.failure is not None for outcome in outcomes)
-    count = len(outcomes)
+def _index(rows: list[str], parameters: dict[str, str], outcomes: list[Outcome]) -> str:
+    values = ", ".join(f"{name} = {text}" for name, text in parameters.items()) or "the notebooks' own parameters"
+    failed, count = sum(outcome.failure is not None for outcome in outcomes), len(outcomes)
     verdict = f"{failed} of {count} failed" if failed else f"all {count} passed" if count > 1 else "passed"
-    seconds = sum(outcome.seconds for outcome in outcomes)
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">{MARK}<meta name="viewport" content="width=device-width">
 <title>tplab run: {verdict}</title><style>{STYLE}</style></head><body><main>
 <h1>tplab run: {verdict}</h1>
-<p class="sub">{escape(given)} · {seconds:.1f} s</p>
+<p class="sub">{escape(values)} · {sum(outcome.seconds for outcome in outcomes):.1f} s</p>
 <table><tr><th scope="col">notebook</th><th scope="col">result</th><th scope="col">seconds</th></tr>
 {chr(10).join(rows)}
 </table>
-{chr(10).join(galleries)}
 </main></body></html>
 """
+
+
+def add_options(parser) -> None:
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a folder of executed notebooks")
+
+
+def main(chosen) -> int:
+    """Write the report into the folder; exit code 1 if a notebook in it failed."""
+    outcomes = outcomes_in(chosen.folder)
+    print(f"report: {write_report(outcomes, {}, chosen.folder)}")
+    return 1 if any(outcome.failure for outcome in outcomes) else 0

@@ -1,15 +1,9 @@
-"""The cheat sheet: one page for the wall, computed from a plan and from the museum.
+"""The cheat sheet: one page, computed from a plan and from the museum."""
 
-    python -m course.lab.sheet sheet.html       to print: A4, landscape
-"""
-
-import sys
 from collections.abc import Sequence
 from html import escape
-from pathlib import Path
 
 from tplab.checkpoint import Checkpoint, open_checkpoint
-from tplab.files import write_file
 from tplab.shard import ShardPlan
 
 STREET = ["x [T, hidden]", "input_norm", "QKV, column parallel", "q k v [T, heads here, head_dim]", "RoPE on q and k",
@@ -30,7 +24,7 @@ BEYOND = {"load": "bytes read at loading", "steps": "tokens computed for each ne
 
 
 class CheatSheet:
-    """What :func:`cheat_sheet` returns; shows itself in a notebook, and is a page of its own with :meth:`page`."""
+    """What :func:`cheat_sheet` returns; shows itself in a notebook."""
 
     def __init__(self, plan: ShardPlan, head_dim: int):
         self.plan, self.head_dim = plan, head_dim
@@ -107,14 +101,6 @@ class CheatSheet:
             _table(["first off the floor", "suspects"], self.suspects()),
         ])
 
-    def page(self) -> str:
-        """A whole HTML page that prints on one sheet, A4 landscape."""
-        return ('<!doctype html><html lang="en"><head><meta charset="utf-8"><title>tplab cheat sheet</title><style>'
-                "@page { size: A4 landscape; margin: 9mm } body { font: 9.2px/1.28 system-ui, sans-serif; color: #111; "
-                "background: #fff; max-width: 277mm; margin: auto } h1 { font-size: 15px; margin: 0 }"
-                f"</style></head><body><main><h1>Tensor-parallel inference: a cheat sheet</h1>{self.html()}"
-                "</main></body></html>")
-
 
 def cheat_sheet(model: str | Checkpoint = "fable", tensor_parallel_size: int = 2) -> CheatSheet:
     """One page: what each rank holds of ``model``, a layer's two all-reduces, what to look at first, and the suspects.
@@ -134,7 +120,3 @@ def _table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f'<th scope="col" {cell}>{escape(title)}</th>' for title in titles)
     body = "".join("<tr>" + "".join(f"<td {cell}>{escape(text)}</td>" for text in row) + "</tr>" for row in rows)
     return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-
-
-if __name__ == "__main__":
-    write_file(sys.argv[1], lambda new: Path(new).write_text(cheat_sheet().page(), encoding="utf-8"))

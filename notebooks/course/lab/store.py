@@ -23,14 +23,11 @@ def stored(notebook, folder: Path):
     return without_live_views(notebook)
 
 
-VIEW = "application/vnd.jupyter.widget-view+json"
-
-
 def without_live_views(notebook):
     """The notebook, whose panels are then pictures: a live view would need a kernel and a downloaded script."""
     notebook.metadata.pop("widgets", None)
     for output in (output for cell in notebook.cells for output in cell.get("outputs", ())):
-        output.get("data", {}).pop(VIEW, None)
+        output.get("data", {}).pop("application/vnd.jupyter.widget-view+json", None)
     return notebook
 
 

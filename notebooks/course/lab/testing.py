@@ -2,9 +2,10 @@
 
 Some of them want the real model, smollm2: it is fetched first, once.
 
-With ``--forms``, instead, the engine's tests once more: what is compiled for a processor, held to AVX2 as on an older
-one, and with the fast path off. With ``--browser``, instead, tests/browser: JupyterLab and the report as a person sees
-them.
+With ``--forms``, instead, what can depend on a processor, once more: the engine's tests, held to AVX2 as on an older
+one, and with the fast path off; and the notebooks' stored text in these two forms and with two threads, each notebook
+in one form by turns, in another the next day. ``--forms all`` takes every notebook in every form, which is three times
+as long. With ``--browser``, instead, tests/browser: JupyterLab and the report as a person sees them.
 
 Two to four workers (pytest-xdist), because most tests wait for processes to start: on two cores they take little more
 than half of the time of one after the other. The tests of one file stay with one worker, for they share what is set up.
@@ -16,6 +17,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -27,6 +29,8 @@ from tplab.pool import available_cores
 
 ROOT = Path(__file__).resolve().parents[3]
 OFF = {"TPLAB_FAST": "0"}
+# In a notebook's own process and on each rank; where one thread waits for the other it leaves its core.
+TWO_THREADS = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
 AVX2 = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,"
         "+fma,+f16c,+bmi,+bmi2,+lzcnt,+movbe", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2",
         "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
@@ -44,12 +48,21 @@ def by_run_time() -> list[str]:
 
 # The only test of tests/engine that runs compiled code on a pool; threads and torchrun's ranks use the reference.
 ON_A_POOL = "tests/engine/test_engine_draft.py::test_on_real_ranks_and_the_fast_path"
+NBVAL = ["--nbval", "--no-loadscope-reorder"]
 # Of each part: its settings of the environment, and what pytest is told.
 PARTS = {"unit tests and notebooks with their solutions": ({}, ["--no-loadscope-reorder", "tests"]),
-         "notebooks against their stored text": ({}, ["--nbval", "--no-loadscope-reorder", *by_run_time()])}
+         "notebooks against their stored text": ({}, [*NBVAL, *by_run_time()])}
 FORMS = {"engine, held to AVX2": (AVX2, ["tests/fast", "tests/invariant", ON_A_POOL,
                                          "--ignore=tests/fast/test_fast_compiled.py"]),  # that file has its own forms
          "engine, with the fast path off": (OFF, ["tests/llm", ON_A_POOL, "--ignore=tests/llm/test_llm_torchrun.py"])}
+
+
+def notebooks_in_forms(turn: int | None) -> dict[str, tuple[dict, list[str]]]:
+    """Parts like ``PARTS``: each notebook in one form, another with every ``turn``; without one, all in all forms."""
+    forms = {"held to AVX2": AVX2, "with the fast path off": OFF, "with two threads": TWO_THREADS}
+    return {f"notebooks, {form}": (settings, [*NBVAL, *(
+        notebook for at, notebook in enumerate(by_run_time()) if turn is None or (at + turn) % len(forms) == number)])
+        for number, (form, settings) in enumerate(forms.items())}
 
 
 def pytest_command(options: list[str]) -> list[str]:
@@ -114,7 +127,7 @@ def main(parts: dict[str, tuple[dict, list[str]]] = PARTS) -> str | None:
 if __name__ == "__main__":
     replace_unprintable()
     try:
-        parts = FORMS if "--forms" in sys.argv[1:] else PARTS
-        sys.exit(in_a_browser() if "--browser" in sys.argv[1:] else main(parts))
+        forms = FORMS | notebooks_in_forms(None if "all" in sys.argv[1:] else date.today().toordinal())
+        sys.exit(in_a_browser() if "--browser" in sys.argv[1:] else main(forms if "--forms" in sys.argv[1:] else PARTS))
     except KeyboardInterrupt:
         sys.exit(130)

@@ -1,4 +1,5 @@
-"""The learner's own copies of the notebooks, which ``launch`` opens.
+"""The learner's own copies of the notebooks, which ``launch`` opens: without outputs, so that no question is answered
+before it is asked.
 
 JupyterLab saves what it opens within seconds, without being asked. It saves the copies, and the files that git tracks
 stay as they are.
@@ -8,7 +9,6 @@ A copy in which no cell was edited follows its original; an edited one is never 
 
 import hashlib
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -17,8 +17,8 @@ from tplab.files import write_file
 
 ROOT = Path(__file__).resolve().parents[3]
 ORIGINALS, COPIES = ROOT / "notebooks", ROOT / "my_notebooks"
-SEEN = ".originals.json"  # {name: [what a learner can edit, all of the file]} of each original when it was copied
-NOT_OURS = {".ipynb_checkpoints", "__pycache__", "course", "pyproject.toml", "tplab_course.egg-info"}
+SEEN = ".originals.json"  # {name: hash of what a learner can edit} of each original when it was copied
+NOT_COPIED = {".ipynb_checkpoints", "__pycache__", "course", "pyproject.toml", "conftest.py", "tplab_course.egg-info"}
 
 
 def refresh(originals: Path, copies: Path) -> list[str]:
@@ -30,29 +30,40 @@ def refresh(originals: Path, copies: Path) -> list[str]:
     seen = _read(record) if record.exists() else {}
     for original in sorted(path for path in originals.rglob("*") if path.is_file()):
         parts = original.relative_to(originals)
-        if NOT_OURS & set(parts.parts):
+        if NOT_COPIED & set(parts.parts):
             continue
-        name, copy, now = parts.as_posix(), copies / parts, [_edited(original), _hash(original.read_bytes())]
-        before = seen.get(name, now)
-        if copy.exists() and before[1] == now[1] and name in seen:
+        name, copy, now = parts.as_posix(), copies / parts, _edited(original)
+        if copy.exists() and seen.get(name) == now:
             continue
-        if copy.exists() and _edited(copy) not in (before[0], now[0]):
+        if copy.exists() and _edited(copy) not in (seen.get(name), now):
             newer.append(name)
             continue
         copy.parent.mkdir(parents=True, exist_ok=True)
-        write_file(copy, lambda new, original=original: shutil.copyfile(original, new))
+        write_file(copy, lambda new, original=original: new.write_bytes(_without_outputs(original)))
         seen[name] = now
     write_file(record, lambda new: new.write_text(json.dumps(seen, indent=1), encoding="utf-8"))
     return newer
 
 
-def _read(record: Path) -> dict[str, list[str]]:
+def _without_outputs(path: Path) -> bytes:
+    """A file's content; of a notebook without outputs and execution counts."""
+    content = path.read_bytes()
+    if path.suffix != ".ipynb":
+        return content
+    notebook = json.loads(content)
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            cell.update(outputs=[], execution_count=None)
+    return (json.dumps(notebook, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def _read(record: Path) -> dict[str, str]:
     try:
         seen = json.loads(record.read_text(encoding="utf-8"))
-        return {name: [edited, whole] for name, (edited, whole) in seen.items()}
-    except (ValueError, TypeError, AttributeError):
+        return {name: cells for name, cells in seen.items() if isinstance(cells, str)}
+    except (ValueError, AttributeError):
         raise TplabError(f"{record} is damaged; delete it (copies that differ from their originals are kept as yours)"
-                        ) from None
+                         ) from None
 
 
 def _edited(path: Path) -> str:
@@ -60,12 +71,9 @@ def _edited(path: Path) -> str:
     content = path.read_bytes()
     try:
         cells = json.loads(content)["cells"] if path.suffix == ".ipynb" else None
-        return _hash(repr([(one["cell_type"], "".join(one["source"])) for one in cells]).encode())
+        content = repr([(cell["cell_type"], "".join(cell["source"])) for cell in cells]).encode()
     except (ValueError, KeyError, TypeError):
-        return _hash(content)
-
-
-def _hash(content: bytes) -> str:
+        pass  # no notebook: all of it
     return hashlib.sha256(content).hexdigest()[:16]
 
 

@@ -132,7 +132,8 @@ def test_positions_begin_at_0_and_are_relative_to_hugging_faces_largest_value():
     figure = figures.position_figure({"a": positions(ours)}, "layers.0.q_rope")
     at = {x: y for line in figure.axes[0].get_lines() if line.get_marker() == "^" for x, y in zip(*line.get_data())}
     assert [at[x] for x in (1, 2, 3, 4)] == pytest.approx([-2, -1, 0, 1]) and at[0] < -2
-    assert figure.alt_text.endswith("a: exactly 0 at position 0, 0.01 at position 1, 10 at position 4.")
+    assert figure.alt_text.endswith("a: inside the floor at position 0, 0.01 at position 1, "
+                                    "10 at position 4.")
     apart = Evidence(torch.tensor([[1.0], [5.0]]), torch.tensor([[1.5], [4.0]]), [])
     report = make_report()
     report.evidence["norm"] = apart

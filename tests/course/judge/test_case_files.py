@@ -8,10 +8,10 @@ import re
 from dataclasses import replace
 from types import SimpleNamespace
 
-import nbformat
 import pytest
 import torch
 from helpers.faults import nothing_is_patched
+from helpers.notebooks import read, solution_code, tagged
 
 from course import lesson
 from course.cases import CASES, NOWHERE, code_at, places
@@ -22,12 +22,9 @@ from course.cases.sealed import CaseError
 from course.judge import progress_file
 from course.judge.attempt import NotYet
 from course.lab.batch import FOLDER
-from course.lab.case_sections import _imported, sections, solution_code
-from course.lab.glossary import _LINK
 from tplab.align import floors
 from tplab.checkpoint import open_checkpoint
 from tplab.patch import applied, original
-from tplab.shard import linear
 
 pytestmark = pytest.mark.pool
 
@@ -137,12 +134,6 @@ def test_what_cannot_be_opened_is_said(ckpt):
 def test_a_case_that_needs_ranks_says_so(ckpt):
     case = lesson.open_case(1, ckpt, tensor_parallel_size=1)
     assert case.tensor_parallel_size == 2 and "2 ranks, since with 1 nothing is wrong to be seen" in str(case)
-
-
-def test_what_a_solution_imports_is_called_as_its_file_calls_it():
-    lines = _imported(linear)
-    assert lines["F"] == "from torch.nn import functional as F" and lines["torch"] == "import torch"
-    assert lines["nn"] == "from torch import nn" and "functional" not in lines
 
 
 @pytest.mark.parametrize("least, heads, wanted, ranks", [
@@ -256,17 +247,12 @@ def test_the_code_at_a_place_is_what_stands_there_now():
     assert "masked_fill" in code_at("mask_scores") and "\n\ndef forward" in code_at("DecoderLayer.forward")
 
 
-def test_the_notebook_has_every_case_as_its_file_says():
-    """After a change: python -m course.lab.case_sections, then glossary and store."""
-    notebook = nbformat.read(FOLDER / "11_case_files.ipynb", as_version=4)
-    stored = [_LINK.sub(r"\1", cell.source) for cell in notebook.cells if "case" in cell.metadata.get("tags", ())]
-    assert stored == [cell.source for cell in sections()]
-
-
 @each_case
-def test_a_solution_runs_in_an_empty_cell(file):
+def test_a_solution_runs_in_an_empty_cell_and_is_what_the_case_calls_right(file):
+    cells = tagged(read(FOLDER / "11_case_files.ipynb"), "solution")
     space: dict = {}
-    exec(solution_code(file), space)
+    exec(solution_code(cells[file.number - 1]), space)
+    assert {*space["repair"]} == ({bug.place for bug in file.bugs} or {NOWHERE})
     assert space["where"] and space["what"] and space["why"] and all(map(callable, space["repair"].values()))
     own = [one for one in space.values() if inspect.isfunction(one) and one.__globals__ is space]
     assert not {name for one in own for name in globals_of(one.__code__)} - space.keys() - vars(builtins).keys()

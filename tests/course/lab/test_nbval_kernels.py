@@ -34,16 +34,3 @@ def test_a_kernel_whose_port_was_taken_is_started_again(start, monkeypatch):
     for one in taken:
         one.close()
     assert len(taken) == 2
-
-
-def test_another_error_is_raised_at_once(start, monkeypatch):
-    asked = []
-
-    def fails(*args, **kwargs):
-        asked.append(args)
-        raise RuntimeError("no such kernel")
-
-    monkeypatch.setitem(start.__globals__, "_start", fails)
-    with pytest.raises(RuntimeError, match="no such kernel"):
-        start()
-    assert len(asked) == 1

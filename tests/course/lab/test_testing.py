@@ -66,6 +66,48 @@ def test_every_file_of_tests_is_run_and_the_engines_in_each_form():
     assert all(f"def {name}(" in (ROOT / file).read_text() for file, *names in paths for name in names)
 
 
+def test_by_turns_every_notebook_is_run_in_every_form():
+    """Once in all on each day, and in three days once in each form."""
+    whole = sorted(testing.by_run_time())
+    days = [testing.notebooks_in_forms(day) for day in range(739_000, 739_003)]
+    assert all(sorted(notebook for _, options in day.values() for notebook in options[2:]) == whole for day in days)
+    for form, (settings, options) in testing.notebooks_in_forms(None).items():
+        assert options[:2] == testing.NBVAL and sorted(options[2:]) == whole
+        assert sorted(notebook for day in days for notebook in day[form][1][2:]) == whole
+        assert all(day[form][0] == settings and day[form][1][:2] == testing.NBVAL for day in days)
+    assert [settings for settings, _ in testing.notebooks_in_forms(None).values()] == [
+        testing.AVX2, testing.OFF, testing.TWO_THREADS]
+
+
+@pytest.mark.parametrize("words, ran", [([], {"unit"}), (["--forms", "turns"], {"engine", "by turns"}),
+                                        (["--forms", "all"], {"engine", "all"}), (["--browser"], {"browser"})])
+def test_the_words_choose_what_is_run(words, ran, monkeypatch):
+    """Each part in its place: the unit tests, the engine's forms, the notebooks' forms, the browser."""
+    commands = []
+
+    def call(command, cwd=None, env=None):
+        commands.append((command, env))
+        return 0
+
+    for name in ("sys.stdout", "sys.stderr"):
+        monkeypatch.setattr(name, sys.__stdout__)
+    monkeypatch.setattr("sys.argv", ["testing", *words])
+    monkeypatch.setattr("subprocess.call", call)
+    monkeypatch.setattr("shutil.which", "/usr/bin/{}".format)
+    monkeypatch.setattr("tplab.checkpoint.fetch", lambda name: None)
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(testing.__file__, run_name="__main__")
+    assert not left.value.code
+    each = sum(word.endswith(".ipynb") for command, _ in commands for word in command)
+    all_of_them = len(testing.by_run_time())
+    assert any("tests" in command for command, _ in commands) == ("unit" in ran)
+    assert any("tests/fast" in command and env["ATEN_CPU_CAPABILITY"] == "avx2" for command, env in commands) == (
+        "engine" in ran)
+    assert any("tests/browser" in command for command, _ in commands) == ("browser" in ran)
+    assert each == all_of_them * (3 if "all" in ran else 1 if {"unit", "by turns"} & ran else 0)
+    assert any(env["OMP_NUM_THREADS"] == "2" for command, env in commands if env) == ("engine" in ran)
+
+
 def test_a_part_runs_on_workers_and_leaves_bytecode(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
     monkeypatch.setattr(testing, "available_cores", lambda: 5)
