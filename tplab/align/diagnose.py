@@ -74,7 +74,7 @@ def _add(found: list[Diagnosis], one: Diagnosis, name: str) -> None:
     for i, known in enumerate(found):
         both = tuple(fault for fault in known.names if fault in one.names)
         alike = both or known.names == one.names and _short(known.point) == _short(name)
-        if alike and (known.scope == one.scope or both and "" in (known.scope, one.scope)):
+        if alike and (known.scope == one.scope or not both or "" in (known.scope, one.scope)):
             better = known if known.fault in both or not both else one
             found[i] = replace(better, lookalikes=tuple(f for f in both if f != better.fault),
                                points=(*known.points, name), scope=known.scope or one.scope)

@@ -153,7 +153,6 @@ class GuiltyPoint:
             try:
                 made = self.judge.broken(self.name, bug.patches)
                 self._guesses[bug.patches] = {rank: made[rank][self.name] for rank in self.held}
-                self._guesses[bug.patches] |= {-1: made[min(made)][REDUCES]}
             except Exception:  # broken code may raise anything: then it is not what the run did
                 self._guesses[bug.patches] = None
         return self._guesses[bug.patches]

@@ -98,7 +98,7 @@ probe("rope_theta", "rope", _ROTARY, "the exponents of theta are counted over {}
       each=lambda config: {config.hidden_size // config.num_heads, config.head_dim, config.hidden_size})
 
 probe("rope_terms", "rope", _ROTARY, "the exponents of theta have the wrong sign",
-      _angles(lambda p, right, theta: p / right))
+      _angles(lambda p, right, theta: p * theta ** (torch.arange(len(right)) / len(right))))
 
 probe("rope_scaling", "rope", _ROTARY, "positions are divided by {:g}",
       lambda factor: _angles(lambda p, right, theta: p / factor * right), each=(2, 4, 8, 16, 32, 0.5, 0.25, 0.125))
