@@ -76,8 +76,7 @@ class Judge(Replay):
         return max(LOCAL[self.recording.dtype], TIMES * rounded.max().item())
 
     def diffs(self) -> dict[str, LocalDiff]:
-        """All verdicts. Raises CheckpointError if the checkpoint's files are no longer those that were opened."""
-        self.ckpt.check_unchanged()
+        """All verdicts."""
         return {name: self.diff(name) for name in recorded_points(self.recording, self.ckpt)}
 
     def judged_ranks(self, name: str) -> list[int]:
