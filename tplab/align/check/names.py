@@ -34,7 +34,8 @@ _IN_LAYER = {
     "k_norm": "k_norm k_layernorm key_norm norm_k k_ln",
     "rotary": "rotary_emb rotary rope rotary_embedding rope_emb rotary_pos_emb apply_rotary pos_embeddings",
     "act": "act_fn act activation silu_and_mul silu swiglu act_and_mul",
-    "core": "core core_attention inner_attention sdpa attn_fn attention_fn attn_func flash_attn flash_attention attn_op",
+    "core": "core core_attention inner_attention sdpa attn_fn attention_fn attn_func flash_attn "
+            "flash_attention attn_op",
     "kv_cache": "kv_cache cache",
 }
 _OUTSIDE = {

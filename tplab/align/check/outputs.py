@@ -26,7 +26,7 @@ def check_padding(sources: Sources) -> None:
         more = f"{every[0]} has {padding.shape[1]} columns of padding"
         if drawn := int((padding.amax(1) > own.amax(1)).sum()):
             sources.contradictions.append(Contradiction(
-                f"{more}, and in {drawn} of {len(own)} rows the largest logit is one of them: no token of the vocabulary",
+                f"{more}, and in {drawn} of {len(own)} rows the largest logit is one of them, no token",
                 "vocab_padding"))
         else:
             sources.warnings.append(f"{more}; the sampler must not see them")

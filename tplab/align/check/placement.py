@@ -161,13 +161,11 @@ class _Placement:
 
     def _place(self, name: str) -> None:
         """Keep the first candidate with the rows and columns of a point."""
-        group = GROUP_OF.get(name.rpartition(".")[2])
         for source, read, words in self.shares.candidates(name):
             shards = partial(self._shards, name, source, read)
             if None not in shards(SHAPE).values():
                 self.points[name], self.placed[name] = partial(shards, WHOLE), source
-                spread = self.shares.layouts[group].sentence if group else ""
-                self.assumed[name] = f"from {source}; {words}{spread}"
+                self.assumed[name] = f"from {source}; {words}"
                 return
             self._leave_out(source, f"rows or columns other than {name.rpartition('.')[2]}'s")
 
@@ -182,9 +180,9 @@ class _Placement:
             right = self.config.experts.num_experts if name.endswith("router_logits") else self.config.hidden_size
             return Shard(tensor, kind) if count == right else None
         group, size = GROUP_OF[name.rpartition(".")[2]], self.config.num_heads // self.config.num_kv_heads
-        labels = [self.shares.layouts[group].indices[rank], range(self.shares.totals[group])]
+        labels = [self.shares.layouts[group][rank], range(self.shares.totals[group])]
         if kind == "kv_heads":  # every query head may have its own copy
-            labels.append([head // size for head in self.shares.layouts["q"].indices[rank] or ()])
+            labels.append([head // size for head in self.shares.layouts["q"][rank] or ()])
         found = next((one for one in labels if one is not None and len(one) == count), None)
         if found is None:
             return None

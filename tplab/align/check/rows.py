@@ -85,7 +85,8 @@ class Texts:
     def __init__(self):
         self.ids: list[list[int]] = []
         self.begun: list[list[int]] = []  # per sequence and token, where the call that computed it last began
-        self.by_label: dict[object, int] = {}  # the engine's own number of a sequence → ours
+        self.by_label: dict[object, int] = {}  # the engine's own number of a sequence, or (batch, line) → ours
+        self.batch = 0  # of texts without numbers
         self.padding: set[int] = set()
         self.trees: dict[int, str] = {}  # sequence that had a tree of drafts → what is said of it
         self.untold: dict[int, str] = {}  # sequence of which the first tokens were not told → what is said of it
@@ -116,11 +117,15 @@ class Texts:
         if mask is not None and mask.dim() == 2 and len(mask) == batch and mask.shape[1] >= tokens:
             seen = mask[:, mask.shape[1] - tokens:].reshape(-1).bool().tolist()
         real = [row for row, token in enumerate(ids) if seen[row] and token >= 0 and (said is None or said[row] >= 0)]
-        runs = self._unlabelled(call, real, said) if sequences is None else self._labelled(call, real, sequences)
+        runs = self._unlabelled(call, real, ids, said) if sequences is None else self._labelled(call, real, sequences)
         numbers: list[int] = []
-        for label, run in runs:
+        for label, run in runs.items():
             text, places = [ids[row] for row in run], None if said is None else [said[row] for row in run]
-            numbers.append(number := self._numbered(label, text, places, numbers, len(runs), index))
+            if label not in self.by_label:
+                self.by_label[label] = len(self.ids)
+                self.ids.append([])
+                self.begun.append([])
+            numbers.append(number := self.by_label[label])
             whole = (texts or {}).get(label)
             if whole is None and self._is_tree(number, places):
                 self.trees.setdefault(number, f"call {index} computes a tree of drafts, with two rows of sequence "
@@ -134,58 +139,48 @@ class Texts:
             call.places += [(number, start + i) for i in range(len(run))]
             call.ends.append(run[-1])
             call.keys += [start + len(text)] * len(run)
-        alone = {n for n in numbers if len(self.ids[n]) == 1} if all(len(run) == 1 for _, run in runs) else set()
+        alone = {n for n in numbers if len(self.ids[n]) == 1} if all(len(run) == 1 for run in runs.values()) else set()
         self.padding = {n for n in self.padding if len(self.ids[n]) == 1} | (alone if len(alone) < len(runs) else set())
         return call
 
-    def _labelled(self, call: CallRows, real: list[int], sequences: list[int]) -> list[tuple[int, list[int]]]:
+    def _labelled(self, call: CallRows, real: list[int], sequences: list[int]) -> dict[object, list[int]]:
         """The rows of each sequence in a call, by the engine's own number of it."""
         per_row = len(sequences) == call.size
         if not per_row and len(sequences) != call.batch:
             raise PlacementError(f"call {call.index}: {len(sequences)} sequence numbers for {call.batch} lines of "
                                  f"{call.tokens} tokens; give one for each line or one for each token")
-        runs: dict[int, list[int]] = {}
+        runs: dict[object, list[int]] = {}
         for row in real:
             if (label := sequences[row if per_row else row // call.tokens]) >= 0:
                 runs.setdefault(label, []).append(row)
-        return [*runs.items()]
+        return runs
 
-    def _unlabelled(self, call: CallRows, real: list[int], said: list[int] | None) -> list[tuple[None, list[int]]]:
-        """The same without numbers: a line of a batch is a text; in flat ids a text goes on while positions count up,
-        and as many tokens as there are texts are one new token of each."""
-        apart = len(real) == len(self.ids) > 1 and (
-            said is None or sorted(said[row] for row in real) == sorted(map(len, self.ids)))
+    def _unlabelled(self, call: CallRows, real: list[int], ids: list[int], said: list[int] | None
+                    ) -> dict[object, list[int]]:
+        """The same without numbers: a line of a batch is a text; in flat ids a text goes on while positions count up.
+        The texts are those of the call before, in its order, unless all of them begin."""
         runs: list[list[int]] = []
         for before, row in zip([-1, *real], real):
-            goes_on = before >= 0 and not apart and before // call.tokens == row // call.tokens and (
+            goes_on = before >= 0 and before // call.tokens == row // call.tokens and (
                 call.batch > 1 or said is None or said[row] == said[before] + 1)
             runs[-1].append(row) if goes_on else runs.append([row])
-        return [(None, run) for run in runs]
-
-    def _numbered(self, label: int | None, text: list[int], places: list[int] | None, taken: list[int], runs: int,
-                  index: int) -> int:
-        """Our number of the sequence to which new tokens belong."""
-        if label in self.by_label:
-            return self.by_label[label]
-        free = [n for n in range(len(self.ids)) if n not in (*taken, *self.by_label.values())] if label is None else []
-        begin = places[0] if places else None
-        if free and not begin and len(text) > 1:  # computed once more, or another text
-            free = [n for n in free if text[:len(self.ids[n])] == self.ids[n][:len(text)]][:1]
-        exact = [n for n in free if len(self.ids[n]) == begin]
-        if free and len(exact) != 1 and 1 < len(free) != runs - len(taken):
-            raise PlacementError(f"call {index}: a token at position {begin} can belong to more than one of "
-                                 f"{len(self.ids)} texts; give rec.inputs(ids, positions, sequences) each token's text")
-        if free:
-            return (exact or free)[0]
-        self.ids.append([])
-        self.begun.append([])
-        if label is not None:
-            self.by_label[label] = len(self.ids) - 1
-        return len(self.ids) - 1
+        lines = [run[0] // call.tokens if call.batch > 1 else n for n, run in enumerate(runs)]
+        known = [self.ids[n] if (n := self.by_label.get((self.batch, line))) is not None else [] for line in lines]
+        texts = [[ids[row] for row in run] for run in runs]
+        new = [len(text) > 1 and not (said and said[run[0]]) and (not old or text[:len(old)] != old[:len(text)])
+               for run, text, old in zip(runs, texts, known)]
+        if all(new) or not self.ids:
+            self.batch += 1
+        elif call.batch == 1 and len(runs) != sum(isinstance(label, tuple) and label[0] == self.batch
+                                                  for label in self.by_label):
+            raise PlacementError(f"call {call.index}: the tokens do not say to which text they belong; give "
+                                 "rec.inputs(ids, positions, sequences) the number of each token's text")
+        return {(self.batch, line): run for line, run in zip(lines, runs)}
 
     def _label(self, number: int) -> int:
         """The engine's own number of a sequence, if it gave one."""
-        return next((label for label, ours in self.by_label.items() if ours == number), number)
+        label = next(label for label, ours in self.by_label.items() if ours == number)
+        return number if isinstance(label, tuple) else label
 
     def _is_tree(self, number: int, places: list[int] | None) -> bool:
         """Whether a known text goes on with several rows at one position."""

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from tplab.align.check.match import GROUP_OF, GROUPS, PADDING, PARTS, Indices, span
+from tplab.align.check.match import GROUP_OF, GROUPS, PADDING, PARTS, Indices
 from tplab.align.check.names import FUSED
 from tplab.align.check.sources import FEW, SHAPE, Source, Sources
 from tplab.align.points import as_index, columns_of, layout
@@ -33,13 +33,6 @@ class Candidate(NamedTuple):
     source: Source
     read: Callable[[int, str], torch.Tensor | None]
     words: str = ""
-
-
-class Layout(NamedTuple):
-    """Per rank the items of one dimension that it holds; None where its size fits nothing."""
-
-    indices: tuple[Indices | None, ...]
-    sentence: str = ""
 
 
 class Shares:
@@ -76,8 +69,9 @@ class Shares:
         return next((tuple(share) for share in usual if len(share) == count), None)
 
     @cached_property
-    def layouts(self) -> dict[str, Layout]:
-        """The decision for each dimension, by the first point of it that was recorded."""
+    def layouts(self) -> dict[str, list[Indices | None]]:
+        """For each dimension the items that each rank holds, by the first point of it that was recorded; None where its
+        size fits nothing."""
         found = {}
         for which, group in GROUPS.items():
             counts: dict[int, int] = {}
@@ -94,8 +88,7 @@ class Shares:
                 self.sources.contradictions.append(Contradiction(
                     f"{group.words}: {', '.join(wrong)}; {self.totals[which]} are dealt out as "
                     f"{', '.join(str(len(share)) for share in self.planned[which])}", about=group.behind))
-            found[which] = Layout(tuple(shares), f"{group.words} by their number (" + "; ".join(
-                f"rank {rank}: {span(share)}" for rank, share in enumerate(shares) if share is not None) + ")")
+            found[which] = shares
         return found
 
     # What can be taken for a point.
@@ -112,7 +105,7 @@ class Shares:
         for source, fused in sorted(found, key=lambda one: FUSED if one[1] else one[0].strength):
             read = partial(self.read, source, name, fused)
             if name == "logits" or all(read(rank, SHAPE) is not None for rank in self.sources.complete(source)):
-                yield Candidate(source, read, f"cut as [{'|'.join(PARTS[fused])}] by size; " if fused else "")
+                yield Candidate(source, read, "cut as " + "|".join(PARTS[fused]) if fused else "dealt out by size")
 
     def read(self, source: Source, name: str, fused: str | None, rank: int, look: str) -> torch.Tensor | None:
         """A source's tensor on a rank, as a point's; ``fused``: what it is a part of."""

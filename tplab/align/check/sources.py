@@ -59,14 +59,14 @@ class Sources:
 
     def __init__(self, recorded, config, names):
         self.config, self.world_size = config, recorded.world_size
-        self.notes, self.contradictions, self.warnings, self.unjudged = list(recorded.notes), [], [], []
+        self.notes, self.contradictions, self.warnings, self.unjudged = [], [], [], []
         self.recorded = {rank: {call.index: call for call in known.calls}
                          for rank, known in enumerate(recorded.ranks) if known is not None}
         self.ranks = [*self.recorded]
         if not self.ranks:
             raise PlacementError(f"{recorded.folder} holds no recording of any of its {recorded.world_size} ranks")
         if missing := [rank for rank in range(self.world_size) if rank not in self.recorded]:
-            self.warnings.append(f"{listed('rank', missing)} of {self.world_size} recorded nothing: only what the other "
+            self.warnings.append(f"{listed('rank', missing)} of {self.world_size} recorded nothing: only what other "
                                  "ranks got of it was seen")
         every = [call for of in self.recorded.values() for call in of.values()]
         self._names = check_names(names, {entry.name for call in every for entry in call.entries})

@@ -17,8 +17,6 @@ from tplab.checks import counted
 GROWN = 10  # floors: how far float32 rounding can grow in an engine whose modules are all right
 CLEARLY = 0.03  # of a row's largest value: more than any rounding
 _WEIGHTED = ("embed", "q", "k", "v", "gate", "up", "o_partial", "mlp_partial", "logits")  # points that a matrix makes
-_LONGEST = 480  # characters of a finding without --verbose: five lines
-_LOOKED = " Looked for and not found:"
 
 
 @dataclass(repr=False)
@@ -161,11 +159,11 @@ class CheckReport(AlignReport):
     def table(self, every_layer: bool = True):
         """A pandas table: every point's global and local difference, its verdict, and its source."""
         table = super().table(every_layer)
-        table["local"] = [self.local[name].relative for name in table.index]
-        table["tolerance"] = [self.local[name].tolerance for name in table.index]
-        table["says"] = [self.says(name) for name in table.index]
-        table["from"] = [self.recording.assumed.get(name, "") for name in table.index]
-        return table
+        local = [self.local[name] for name in table.index]
+        return table.assign(**{
+            "local": [diff.relative for diff in local], "tolerance": [diff.tolerance for diff in local],
+            "says": [*map(self.says, table.index)],
+            "from": [self.recording.assumed.get(name, "") for name in table.index]})
 
     def says(self, name: str) -> str:
         """``"guilty"`` with the ranks if not all are, ``"inherits"``, ``"only NaN came in"`` or nothing."""
@@ -177,24 +175,21 @@ class CheckReport(AlignReport):
             return "guilty" + f" (rank {', '.join(map(str, local.guilty))})" * some
         return "only NaN came in" if local.unknown else "inherits" if self.inherits(name) else ""
 
-    def summary(self, verbose: bool = False) -> str:
-        """The verdict, the findings, and what was not seen; ``verbose``: also what was looked for, and all tensors that
-        are no points."""
-        ranks, unplaced = self.recording.world_size, self.recording.unplaced
+    def summary(self) -> str:
+        """The verdict, the findings, and what was not seen."""
+        recording, many = self.recording, len(self.guilty)
         ends = [name for name in ("embed", "logits") if name not in self.local]
-        heirs, many = sum(self.inherits(point.name) for point in self.points), len(self.guilty)
-        guilty = f": {counted(many, 'guilty point')}, {heirs} more inherit{'s' * (heirs == 1)} an error"
+        heirs = sum(self.inherits(point.name) for point in self.points)
+        guilty = f": {counted(many, 'guilty point')}, {heirs} more inherit{'s' * (heirs == 1)} an error" * bool(many)
         said = {"clean": "clean: every module makes of its own inputs what Hugging Face's would",
-                "bug": f"not clean{guilty if many else ''}", "cannot tell": "cannot tell"}
-        lines = [f"{self.folder} as {self.model}: {counted(ranks, 'rank')}, "
-                 f"{str(self.dtype).removeprefix('torch.')}, {len(self.recording.places)} rows, {len(self.points)} "
-                 f"points" + f" without {' and '.join(ends)}" * bool(ends), said[self.verdict]]
-        lines += [line if verbose else _shortened(line.partition(_LOOKED)[0]) for line in self.diagnosis_lines()]
+                "bug": f"not clean{guilty}", "cannot tell": "cannot tell"}
+        lines = [f"{self.folder} as {self.model}: {counted(recording.world_size, 'rank')}, "
+                 f"{str(self.dtype).removeprefix('torch.')}, {len(recording.places)} rows, {len(self.points)} points"
+                 + f" without {' and '.join(ends)}" * bool(ends), said[self.verdict], *self.diagnosis_lines()]
         more = {"weights": [f"{name}: {what}" for name, what in self.parameters.items() if not self.other_checkpoint],
-                "stopped": self.stopped, "open": self.open_questions, "warning": self.warnings,
-                "note": self.recording.notes, "not placed": unplaced if verbose else ()}
+                "stopped": self.stopped, "open": self.open_questions, "warning": self.warnings, "note": recording.notes}
         lines += [f"{kind}: {what}" for kind, sentences in more.items() for what in sentences]
-        if unplaced and not verbose:
+        if unplaced := recording.unplaced:
             lines.append(f"note: {counted(len(unplaced), 'kind')} of tensors not placed: {unplaced[0]}"
                          + "; …" * (len(unplaced) > 1))
         return "\n".join(lines)
@@ -227,11 +222,6 @@ class CheckReport(AlignReport):
 
 def _where(points) -> str:
     return Diagnosis(None, "", points=tuple(points)).where
-
-
-def _shortened(line: str) -> str:
-    """The sentences of a line that fit into five lines of a terminal."""
-    return line if len(line) <= _LONGEST else line[:line.rfind(". ", 0, _LONGEST) + 1] + " …"
 
 
 def _likeness(judge: Judge, name: str) -> float:

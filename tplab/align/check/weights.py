@@ -70,7 +70,7 @@ def _pieces(shares: Shares, stored, name: str, entry, rank: int) -> dict[str, Pa
     elif role in ROWS:
         (partial, source, group), tensor = ROWS[role], entry.tensor()
         if kind == "weight":
-            found[target(partial)] = _share(tensor, 1, shares.layouts[group].indices[rank], shares.dim(source))
+            found[target(partial)] = _share(tensor, 1, shares.layouts[group][rank], shares.dim(source))
         elif target(partial) in stored and not (rank and not tensor.any()):
             found[target(partial)] = Parameter(tensor)  # added once: the other ranks may hold zeros
     elif role in ("embed", "head") and kind == "weight":
@@ -80,7 +80,7 @@ def _pieces(shares: Shares, stored, name: str, entry, rank: int) -> dict[str, Pa
         if part in ("q", "k") and "pairs" in shares.told:
             rows = rows.unflatten(0, (-1, shares.dim(part) // 2, 2)).transpose(1, 2).flatten(0, 2)
         if target(part) in stored:
-            indices = shares.layouts[GROUP_OF[part]].indices[rank]
+            indices = shares.layouts[GROUP_OF[part]][rank]
             found[target(part)] = _share(rows, 0, indices, shares.dim(part))
     return found
 
