@@ -27,8 +27,6 @@ def judge(recording: Recording, ckpt: Checkpoint, plan: ShardPlan, patches: tupl
             judged so, since the rounding of many layers looks like a bug.
         kind: the class of the report.
         more: further fields of the report.
-
-    Raises CheckpointError if the checkpoint's files are no longer those that were opened.
     """
     short = recording.dtype in SHORT
     local, judged = {}, Judge(recording, ckpt, plan) if by_local or short else None

@@ -117,7 +117,7 @@ class AlignReport:
     @cached_property
     def local(self) -> dict[str, LocalDiff]:
         """Every recorded point judged from its own inputs, in the order of the forward pass. Empty where all points are
-        right. Raises CheckpointError if the checkpoint has changed since the run."""
+        right."""
         return {} if self.recording is None else self.judge.diffs()
 
     @cached_property
