@@ -115,8 +115,9 @@ class GuiltyPoint:
         yield probes
         yield [*other_positions(self), *stale_row(self)]
         summands = {short for short in self.shorts if layout(short) == "partial" or short == "embed"} - {self.short}
-        if len(self.judge.stage(self.name)) > 1 and (summands or self.short == "embed"):
-            yield [on_rank(bug, rank) for rank in self.judge.stage(self.name) for bug in [*nearest, *probes]]
+        stage = self.judge.stage(self.name)
+        if len(stage) > 1 and (summands or self.short == "embed"):
+            yield [on_rank(bug, at, rank) for at, rank in enumerate(stage) for bug in [*nearest, *probes]]
 
     def _can_show(self, bug: Fault | Probe) -> bool:
         """Whether it changes an operation between the recorded points before this one and this one."""
@@ -219,10 +220,10 @@ class OnRank(Probe):
     ranks: tuple[int, ...] = ()
 
 
-def on_rank(bug: Fault | Probe, rank: int) -> OnRank:
-    """The same bug on one rank alone."""
+def on_rank(bug: Fault | Probe, at: int, rank: int) -> OnRank:
+    """The same bug on one rank alone, which is number ``at`` of those that compute together."""
     def gated(patch: Patch) -> Patch:
         def wrong(*args, **options):
-            return (patch.replacement if this_rank() == rank else original(patch.target))(*args, **options)
+            return (patch.replacement if this_rank() == at else original(patch.target))(*args, **options)
         return Patch(patch.target, wrong)
     return OnRank(bug.name, bug.title, tuple(map(gated, bug.patches)), (), (rank,))
