@@ -44,9 +44,8 @@ probe("sliding_window", "attention", _MASK, "each token sees the last {} tokens 
 probe("sliding_window", "attention", "model.attention.within_window", "the window is off by {:+}",
       lambda more: lambda mask, window: within_window(mask, window + more), each=(-1, 1))
 
-probe("cross_sequence_attention", "attention", _ALL, "the sequences of a call see each other",
-      lambda self, q, k, v, context: was(_ALL)(
-          self, q, k, v, NoCache([len(q)]) if isinstance(context, NoCache) else context))
+probe("cross_sequence_attention", "attention", _ALL, "the sequences of a call see each other", lambda self, q, k, v, c:
+      was(_ALL)(self, q, k, v, NoCache([len(q)]) if isinstance(c, NoCache) else c))
 
 
 # The scores and their softmax.

@@ -8,11 +8,12 @@ _LAYER = "model.decoder.DecoderLayer.forward"
 
 
 def _layer(residual=lambda self, x, normed, a: x + a, output=lambda x, r, behind, m, a: r + m,
-           attended=lambda x, normed: normed, gated=lambda normed, r, behind: behind):
+           attended=lambda x, normed: normed, gated=lambda normed, r, behind: behind, in_place=False):
     """A decoder layer with other sums or inputs; by default the right one.
 
     ``x`` goes in, ``normed`` is it behind the first norm, ``a`` and ``m`` are the blocks' outputs, ``r`` is the stream
-    between the blocks and ``behind`` it behind its norm. ``attended`` and ``gated`` are what goes into the blocks.
+    between the blocks and ``behind`` it behind its norm. ``attended`` and ``gated`` are what goes into the blocks;
+    ``in_place``: ``behind`` is ``r`` itself.
     """
     def wrong(self, x, cos, sin, context):
         name = f"layers.{self.layer}."
@@ -20,7 +21,8 @@ def _layer(residual=lambda self, x, normed, a: x + a, output=lambda x, r, behind
         a = self.self_attn(attended(x, normed), cos, sin, context)
         a = self.scaled(self.normed("attn_norm", self.post_self_attn_layernorm, a))
         r = point(name + "residual", residual(self, x, normed, a))
-        behind = self.normed("post_norm", self.post_attention_layernorm, r)
+        behind = point(name + "post_norm", r) if in_place else self.normed(
+            "post_norm", self.post_attention_layernorm, r)
         m = self.scaled(self.normed("mlp_norm", self.post_mlp_layernorm, self.mlp(gated(normed, r, behind))))
         return point(name + "output", output(x, r, behind, m, a))
     return wrong
@@ -42,7 +44,7 @@ for _name, _title, _wrong in (
         ("parallel_sublayers", "the attention's output is added twice: with the MLP's once more",
          _layer(output=lambda x, r, n, m, a: r + m + a)),
         ("norm_in_place", "the second norm overwrites the stream",
-         _layer(residual=lambda self, x, n, a: self.post_attention_layernorm(x + a)))):
+         _layer(lambda self, x, n, a: self.post_attention_layernorm(x + a), in_place=True))):
     probe(_name, "add", _LAYER, _title, _wrong)
 
 for _name, _title, _wrong in (
