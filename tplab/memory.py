@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 
-from tplab.checkpoint import ModelConfig
+from tplab.checkpoint import CheckpointError, ModelConfig
 from tplab.checkpoint.config import config_of
 from tplab.checkpoint.headers import read_json
-from tplab.checks import whole_number
+from tplab.checks import positive_int, whole_number
 from tplab.engine.config import bytes_per_token
 from tplab.shard import ShardPlan
 from tplab.shard.plan import RankShard
@@ -23,10 +23,13 @@ def config_file(path: str, tp: int, dtype: torch.dtype) -> tuple[ModelConfig | N
     Raises CheckpointError for a file that is none, and for models that the engine does not run.
     """
     raw = read_json(Path(path))
-    if is_latent(raw):
-        return None, list(latent_lines(raw, whole_number(tp, 1) or 1, dtype))
-    said = [f"the published weights are quantised; here they are counted in {str(dtype).removeprefix('torch.')}"]
-    return config_of(raw, quantised=True), said if raw.get("quantization_config") else []
+    if raw.get("kv_lora_rank"):  # multi-head latent attention
+        if missing := [name for name in LATENT if whole_number(raw.get(name), 1) is None]:
+            raise CheckpointError(f"{path}: multi-head latent attention (kv_lora_rank) needs {', '.join(missing)}, "
+                                  "each a whole number from 1 up")
+        return None, list(latent_lines(raw, positive_int("tensor_parallel_size", tp, CheckpointError), dtype))
+    quantised = f"the published weights are quantised; here they are counted in {str(dtype).removeprefix('torch.')}"
+    return config_of(raw, quantised=True), [quantised] if raw.get("quantization_config") else []
 
 
 def memory_lines(config, plan: ShardPlan, dtype: torch.dtype) -> Iterator[str]:
@@ -77,9 +80,8 @@ def size_in_words(count: float) -> str:
 # matrices that make heads out of it are dealt out.
 
 
-def is_latent(raw: Mapping) -> bool:
-    """Whether a ``config.json`` is one of a model with MLA."""
-    return bool(raw.get("kv_lora_rank"))
+LATENT = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "hidden_size", "num_hidden_layers",
+          "num_attention_heads", "intermediate_size", "vocab_size")  # what such a configuration must hold
 
 
 def latent_kv_bytes(raw: Mapping, dtype: torch.dtype) -> int:

@@ -6,7 +6,8 @@ Exit codes: 0 done, 1 a notebook failed or a fault was not named, 2 bad input, 1
 import argparse
 import sys
 
-from course.lab import batch, bench_command, report, score_command
+from course.cost import command as bench_command
+from course.lab import batch, report, score_command
 from tplab.cli import MODEL
 from tplab.errors import TplabError
 from tplab.files import check_working_folder, replace_unprintable
@@ -34,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name, module, about in (("run", batch, "Run notebooks with papermill and write an HTML report."),
                                 ("report", report, "Write the report over the executed notebooks in a folder."),
                                 ("score", score_command, "Break the engine with each fault: is it named? (minutes)"),
-                                ("bench", bench_command, "Measure against Hugging Face and vLLM, alternately.")):
+                                ("bench", bench_command, "Measure beside Hugging Face and vLLM, or predict.")):
         made = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
         module.add_options(made, *([MODEL] if module is bench_command else []))
         made.set_defaults(run=module.main)

@@ -1,5 +1,6 @@
 """Hugging Face's own tensor parallelism, recorded; and bugs put into it from outside."""
 
+import os
 import re
 from contextlib import ExitStack
 from typing import NamedTuple
@@ -11,11 +12,29 @@ from torch import nn
 from transformers.models.llama import modeling_llama
 from transformers.models.qwen2 import modeling_qwen2
 
-from course.cost.peers import load_hf_tp
+from tplab.model.dtypes import parse_dtype
 from tplab.ranks import rank, state, world_size
 from tplab.record import record
 
 MODELING = (modeling_llama, modeling_qwen2)
+
+
+def load_hf_tp(folder: str, dtype: str) -> None:
+    """The ranks of a pool are in a gloo group already; Hugging Face asks the environment which of them this is."""
+    from transformers import AutoModelForCausalLM, PreTrainedModel
+    from transformers.distributed import DistributedConfig
+
+    prepare = PreTrainedModel.prepare_distribute_model
+
+    def stay(config, device_map=None):
+        # Told "cpu", Hugging Face demands accelerate, which moves models between devices. Told nothing, it stays here.
+        config, _, mesh = prepare(config, device_map=device_map)
+        return config, None, mesh
+
+    os.environ |= {"RANK": str(rank()), "WORLD_SIZE": str(world_size()), "LOCAL_RANK": str(rank())}
+    with mock.patch.object(PreTrainedModel, "prepare_distribute_model", stay):
+        state["hf"] = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=parse_dtype(dtype), distributed_config=DistributedConfig(tp_plan="auto")).eval()
 
 
 class Fault(NamedTuple):

@@ -13,15 +13,11 @@ import torch
 from course.cost.amounts import Amount, Part, messages, step_amount
 from course.cost.machine import Machine
 from tplab.checks import whole_number
-from tplab.engine.config import EngineConfig
-from tplab.engine.core import Engine
-from tplab.engine.errors import EngineError
-from tplab.engine.step import ModelRunnerOutput, SchedulerOutput
-from tplab.llm.sampling_params import SamplingParams
+from tplab.errors import TplabError
 from tplab.shard import ShardPlan
 
 
-class CostError(EngineError):
+class CostError(TplabError):
     """There is no step with these counts."""
 
 
@@ -73,37 +69,3 @@ def _seconds(amount: Amount, machine: Machine, decoding: bool) -> tuple[float, f
     """One rank's seconds of one phase: products and attention."""
     attention = amount.kv_bytes * machine.kv_byte if decoding else amount.scores * machine.score
     return amount.weights * machine.seconds_per_weight(amount.rows), attention
-
-
-class _Counting:
-    """An executor that computes nothing: it adds up what every step would cost, and draws token 0."""
-
-    def __init__(self, config, plan: ShardPlan, dtype: torch.dtype, machine: Machine):
-        self.given, self.steps = (config, plan, dtype, machine), []
-
-    def execute_model(self, scheduler_output: SchedulerOutput) -> list[ModelRunnerOutput]:
-        config, plan, dtype, machine = self.given
-        requests = scheduler_output.requests
-        parts = [Part(request.segment.start, request.segment.count) for request in requests]
-        due = [request.request_id for request in requests if request.sampling is not None]
-        self.steps.append((step_cost(config, plan, parts, len(due), dtype, machine), len(due)))
-        return [ModelRunnerOutput(dict.fromkeys(due, 0), {})]
-
-
-def predict(config, plan: ShardPlan, prompts: Sequence[int], new_tokens: Sequence[int], dtype: torch.dtype,
-            machine: Machine) -> tuple[float, float]:
-    """Seconds until every prompt (these lengths) has its first token, and until everything is done.
-
-    The engine's own scheduler decides what each step computes.
-    """
-    counting = _Counting(config, plan, dtype, machine)
-    engine = Engine(counting, EngineConfig.for_model(config, plan, dtype, enable_prefix_caching=False))
-    for length, count in zip(prompts, new_tokens, strict=True):
-        engine.add([1] * length, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True))
-    first = None
-    waiting = set(engine.scheduler.requests)
-    while engine.scheduler.has_unfinished:
-        waiting -= {sequence.request_id for sequence in engine.step()}
-        if first is None and not waiting:
-            first = sum(cost.total for cost, _ in counting.steps)
-    return first, sum(cost.total for cost, _ in counting.steps)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from course.cost.machine import Machine
-from tplab.engine.errors import EngineError
+from tplab.errors import TplabError
 
 MEMORY_BYTES = 80e9
 BYTES_PER_SECOND = 3.35e12
@@ -45,11 +45,11 @@ LINKS = {
 def linked_machine(name: str, tp: int, dtype: torch.dtype) -> Machine:
     """``tp`` accelerators on the link ``name``, as :func:`course.cost.cost.step_cost` takes a machine.
 
-    An all-reduce of ``n`` bytes by a ring sends ``2 (tp - 1) / tp * n`` bytes over every link. EngineError for a link
+    An all-reduce of ``n`` bytes by a ring sends ``2 (tp - 1) / tp * n`` bytes over every link. TplabError for a link
     that is not in ``LINKS``.
     """
     if name not in LINKS:
-        raise EngineError(f"there is no link {name!r}; there are {', '.join(LINKS)}")
+        raise TplabError(f"there is no link {name!r}; there are {', '.join(LINKS)}")
     link = LINKS[name]
     read, compute = dtype.itemsize / BYTES_PER_SECOND, 2 / OPERATIONS_PER_SECOND
     ridge = max(2, round(read / compute))  # so many rows take as long to multiply as their weight to read

@@ -80,12 +80,12 @@ def measure_machines(config, sizes: Iterable[int], dtype: torch.dtype) -> dict[i
     """This machine as so many ranks find it, for each of ``sizes``, with the sizes of a model (a ``ModelConfig``).
 
     Layers are timed on no more ranks than there are cores: more ranks would take turns, which the model of cost adds up
-    itself. Collectives are timed on all ranks, because their time includes waking the ranks that wait. For a model that
-    the fast path does not support, the reference is timed on a Llama of these sizes: a weight takes as long there.
+    itself. Collectives are timed on all ranks, because their time includes waking the ranks that wait. The layers are a
+    Llama's of these sizes, on the reference for a model that the fast path does not support: a weight takes as long.
     """
     cores, in_turn = available_cores(), why_not(config, dtype) is not None
     options = {"enforce_eager": True} if config.traits else {}
-    config = replace(config, model_type="llama", experts=None) if config.traits else config
+    config = replace(config, experts=None)
     near = {tp: min(tp, cores) for tp in sizes}  # the ranks on which layers are timed
     own, byte, plans, layers, seconds = {}, {1: 0.0}, {}, {}, {}
     kinds = [*TIMED.values(), MANY_KEYS, SHORT_PROMPTS]
@@ -155,7 +155,7 @@ def _sizes(config, plan: ShardPlan, dtype: torch.dtype) -> tuple[dict, int]:
     one = [Part(0, 1)]
     layer_bytes = dtype.itemsize * max(attention_amount(config, shard, one, dtype).weights
                                        + mlp_amount(config, shard, 1).weights for shard in plan.ranks)
-    return dict(model_type=config.model_type, hidden_size=config.hidden_size, hidden_act=config.hidden_act,
+    return dict(model_type="llama", hidden_size=config.hidden_size, hidden_act=config.hidden_act,
                 intermediate_size=config.intermediate_size, num_attention_heads=config.num_heads,
                 num_key_value_heads=config.num_kv_heads, head_dim=config.head_dim, vocab_size=WORDS
                 ), max(1, min(config.num_layers, WORKING_SET // layer_bytes))

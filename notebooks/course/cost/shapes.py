@@ -1,11 +1,4 @@
-"""The shapes of real models, without their weights: to plan for, and, with random weights, to measure."""
-
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-
-import torch
+"""The shapes of real models, without their weights: to plan for."""
 
 from tplab.checkpoint import ModelConfig
 
@@ -23,7 +16,6 @@ SHAPES = {
         num_key_value_heads=8, head_dim=128, vocab_size=128256, tie_word_embeddings=False,
         max_position_embeddings=131072, rope_parameters={"rope_type": "default", "rope_theta": 500000.0}),
 }
-RANDOM_MODELS = {"random-qwen2.5-0.5b": SHAPES["qwen2.5-0.5b"]}  # those that a laptop holds
 
 
 def shape_config(name: str) -> ModelConfig:
@@ -31,24 +23,3 @@ def shape_config(name: str) -> ModelConfig:
     from transformers import AutoConfig
 
     return ModelConfig.from_hf(AutoConfig.for_model(**SHAPES[name]))
-
-
-@contextmanager
-def random_checkpoint(name: str) -> Iterator[Path]:
-    """A folder with the checkpoint, in bfloat16 (1 GB for the 0.5 B shape); it goes when the context ends."""
-    from course.random_weights import write_random
-
-    with tempfile.TemporaryDirectory(prefix="tplab-bench-") as folder:
-        yield write_random(Path(folder), dtype="bfloat16", fill=_small_tensors, **RANDOM_MODELS[name])
-
-
-def _small_tensors(config, seed: int) -> dict[str, torch.Tensor]:
-    """As a model is before its training: quickly made, in bfloat16."""
-    from tplab.checkpoint.layout import expected_shapes
-
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for tensor, shape in expected_shapes(config, ()).items():
-        noise = torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.02, generator=generator)
-        tensors[tensor] = 1 + noise if tensor.endswith("norm.weight") else noise
-    return tensors

@@ -1,8 +1,8 @@
-"""vLLM's side of the benchmark: runs in vLLM's own environment, so it imports nothing of tplab.
+"""vLLM's side of a race: runs in vLLM's own environment, so it imports nothing of tplab.
 
-``python vllm_side.py ANSWERS FOLDER TP DTYPE LENGTH PREFIX``: one JSON object per line on standard input, ``{"prompts":
-[[ids]], "new_tokens": [counts]}``, and one per line to the file descriptor ANSWERS, since vLLM prints to the others:
-first ``{"ready": version}``, then ``{"first": seconds, "total": seconds, "tokens": [[ids]]}`` for each line.
+``python vllm_side.py ANSWERS FOLDER DTYPE LENGTH``: one JSON object per line on standard input, ``{"prompts": [[ids]],
+"new_tokens": [counts], "first": bool}``, and one per line to the file descriptor ANSWERS, since vLLM prints to the
+others: first ``{"ready": version}``, then ``{"first": seconds, "total": seconds, "tokens": [[ids]]}`` for each line.
 """
 
 import json
@@ -11,13 +11,13 @@ import sys
 import time
 
 
-def main(answers: str, folder: str, tp: str, dtype: str, length: str, prefix: str) -> None:
+def main(answers: str, folder: str, dtype: str, length: str) -> None:
     """Load, say so, answer until the input ends."""
     say = os.fdopen(int(answers), "w", buffering=1)
     import vllm
 
-    llm = vllm.LLM(folder, tensor_parallel_size=int(tp), dtype=dtype, max_model_len=int(length), max_num_seqs=64,
-                   skip_tokenizer_init=True, enable_prefix_caching=prefix == "1")
+    llm = vllm.LLM(folder, dtype=dtype, max_model_len=int(length), max_num_seqs=64, skip_tokenizer_init=True,
+                   enable_prefix_caching=False)
     print(json.dumps({"ready": vllm.__version__}), file=say)
     for line in sys.stdin:
         work = json.loads(line)

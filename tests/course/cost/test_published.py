@@ -1,13 +1,15 @@
 """``plan`` for published configurations: counts that were made by hand, from the numbers in each config.json."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from course.__main__ import main as course
 from course.cost.amounts import Part, messages, step_amount
 from course.cost.cost import step_cost
-from course.cost.links import linked_machine
+from course.cost.links import LINKS, linked_machine
 from tplab.checkpoint.config import config_of
 from tplab.cli import main
 from tplab.memory import kv_bytes, latent_kv_bytes, latent_parameters, parameter_bytes
@@ -86,30 +88,71 @@ def test_deepseeks_latent_attention_as_counted_by_hand():
     assert latent_kv_bytes(DEEPSEEK_V3, BF16) == 61 * (512 + 64) * 2 == 70_272
 
 
+# A Phi-3 type without a window in reach and with all of a head rotated, as published: its end of text is id 32000.
+PHI_35_MINI = dict(
+    model_type="phi3", hidden_size=3072, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=32,
+    intermediate_size=8192, vocab_size=32064, rope_theta=10000.0, original_max_position_embeddings=4096,
+    rope_scaling={"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48},
+    max_position_embeddings=131072, sliding_window=262144, tie_word_embeddings=False, eos_token_id=32000)
+PHI_4 = dict(
+    model_type="phi3", hidden_size=5120, num_hidden_layers=40, num_attention_heads=40, num_key_value_heads=10,
+    intermediate_size=17920, vocab_size=100352, rope_theta=250000, rope_scaling=None, sliding_window=None,
+    original_max_position_embeddings=16384, max_position_embeddings=16384, tie_word_embeddings=False,
+    bos_token_id=100257, eos_token_id=100265, pad_token_id=100349)
+
+
+@pytest.fixture
+def plan(tmp_path, capsys):
+    """``plan --config`` of a dictionary on 8 ranks in bfloat16: its exit code, and what it says."""
+    def run(raw, *options):
+        (tmp_path / "config.json").write_text(raw if isinstance(raw, str) else json.dumps(raw))
+        code = main(["plan", "--config", str(tmp_path / "config.json"), "--tp", "8", "--dtype", "bfloat16", *options])
+        return code, " ".join("".join(capsys.readouterr()).split())
+
+    return run
+
+
 @pytest.mark.parametrize(("raw", "options", "words"), [
     (QWEN3_30B_A3B, ["--expert-parallel"], ["16 experts (0–15)", "weights 7.7 GB", "24,576 bytes per token",
                                             "of the fast path: it does not support experts"]),
     (GPT_OSS_120B, [], ["published weights are quantised; here they are counted in bfloat16",
                         "columns 0–359 of each of 128 experts", "weights 29.3 GB", "9,216 bytes per token"]),
     (DEEPSEEK_V3, [], ["the engine does not run it", "70,272 bytes per token, the same on every rank"]),
-], ids=["30B-A3B", "120b", "DeepSeek-V3"])
-def test_the_command_tells_it(tmp_path, capsys, monkeypatch, raw, options, words):
-    from course.cost import outlook
+    (PHI_35_MINI, [], ["weights 955.6 MB", "49,152 bytes per token"]), (PHI_4, [], ["weights 4.1 GB", "uneven"]),
+], ids=["30B-A3B", "120b", "DeepSeek-V3", "Phi-3.5-mini", "Phi-4"])
+def test_the_command_tells_it(raw, options, words, plan):
+    code, said = plan(raw, *options)
+    assert code == 0 and [word for word in words if word not in said] == []
 
-    monkeypatch.setattr(outlook.psutil, "virtual_memory", lambda: type("Memory", (), {"total": 1 << 30}))
+
+@pytest.mark.parametrize(("raw", "words"), [
+    ("[1]", "holds a JSON list"), ({"model_type": "gpt2"}, "'gpt2' is not supported"),
+    ({**DEEPSEEK_V3, "qk_rope_head_dim": None, "v_head_dim": "128"},
+     "multi-head latent attention (kv_lora_rank) needs qk_rope_head_dim, v_head_dim, each a whole number from 1 up")])
+def test_what_is_no_configuration_is_one_sentence(raw, words, plan):
+    code, said = plan(raw)
+    assert code == 2 and words in said and "Traceback" not in said
+
+
+def test_of_latent_attention_the_number_of_ranks_is_checked_too(plan):
+    code, said = plan(DEEPSEEK_V3, "--tp", "0")
+    assert code == 2 and "tensor_parallel_size must be a whole number from 1 up, not 0" in said
+
+
+def test_speed_is_predicted_of_a_published_configuration_and_latent_attention_is_refused(tmp_path, capsys, monkeypatch):
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(raw))
-    assert main(["plan", "--config", str(file), "--tp", "8", "--dtype", "bfloat16", *options]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert [word for word in words if word not in said] == []
+    file.write_text(json.dumps(DEEPSEEK_V3))
+    line = ["bench", "predict", "--config", str(file), "--tp", "8", "--dtype", "bfloat16"]
+    assert course(line) == 2 and "multi-head latent attention (MLA)" in capsys.readouterr().err
+    file.write_text(json.dumps(PHI_4))
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=1 << 30))
+    assert course(line) == 0
+    out = capsys.readouterr().out
+    assert "this machine has 1.1 GB of memory, the weights need 29.3 GB" in out
+    assert [line.split()[3] for line in out.splitlines() if line.startswith("8 × H100, ")] == list(LINKS)
 
 
-def test_a_file_that_is_no_configuration(tmp_path, capsys):
-    file = tmp_path / "config.json"
-    for content, words in (("[1]", "holds a JSON list"), ('{"model_type": "gpt2"}', "'gpt2' is not supported")):
-        file.write_text(content)
-        assert main(["plan", "--config", str(file)]) == 2
-        assert words in capsys.readouterr().err
+def test_no_file_is_one_sentence(tmp_path, capsys):
     assert main(["plan", "--config", str(tmp_path / "none.json")]) == 2
     assert "none.json is missing" in capsys.readouterr().err
 

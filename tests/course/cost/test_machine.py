@@ -11,7 +11,6 @@ from course.cost import machine, steps
 from course.cost.cost import step_cost
 from course.cost.machine import ALONE, CROWD, FIRST, MANY_KEYS, SHORT_PROMPTS, TIMED
 from tplab.checkpoint import open_checkpoint
-from tplab.checkpoint.config import config_of
 from tplab.llm.llm import LLM
 from tplab.shard import ShardPlan
 
@@ -75,26 +74,9 @@ def test_what_the_steps_were_made_of_is_found_again(tp, cores, pools, dtype, mon
     assert [size for size, _ in large] == [min(tp, cores)] and large[0][1]["num_hidden_layers"] == 6
 
 
-def test_for_several_numbers_of_ranks_each_pool_is_started_once(monkeypatch):
-    machines, asked = simulated([1, 3, 4], 2, monkeypatch)
-    assert machines == {tp: simulated([tp], 2, monkeypatch)[0][tp] for tp in (1, 3, 4)}
-    assert sorted(size for size, sizes, _ in asked if sizes["hidden_size"] != 64) == [1, 2]
-    assert sorted(size for size, sizes, _ in asked if sizes["hidden_size"] == 64) == [1, 1, 2, 2, 3, 3, 4, 4]
-
-
 def test_what_others_disturb_is_never_less_than_nothing(monkeypatch):
     found = simulated([2], 2, monkeypatch, disturbed=2e-4)[0][2]
     assert found.reduce_latency == 0 and min(found.weight.values()) > 0
-
-
-@pytest.mark.parametrize("working_set, layers", [(1 << 28, 6), (2_300_000, 3), (1, 1)])
-def test_a_model_with_such_layers_holds_no_more_weights_than_asked_for(working_set, layers, monkeypatch):
-    """fable on two ranks: 4 query heads and one KV head of 16, 192 columns, in float64."""
-    monkeypatch.setattr(machine, "WORKING_SET", working_set)
-    sizes, count = machine._sizes(FABLE, ShardPlan.from_config(FABLE, 2), torch.float64)
-    assert count == layers
-    assert sizes == {"model_type": "qwen2", "hidden_size": 128, "hidden_act": "silu", "intermediate_size": 384,
-                     "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 1024}
 
 
 def test_what_is_timed_differs_in_one_thing():
@@ -116,19 +98,3 @@ def test_a_small_machine_is_measured(monkeypatch):
     assert set(found.weight) == set(TIMED) and all(seconds > 0 for seconds in found.weight.values())
     assert min(found.kv_byte, found.score, found.reduce_latency, found.reduce_byte, found.sequence) >= 0
     assert found.step > 0 and found.places == machine.available_cores()
-
-
-def test_a_model_that_the_fast_path_does_not_know_is_timed_as_a_llama_on_the_reference(monkeypatch):
-    asked = []
-
-    def seconds(pool, sizes, kinds, dtype, **options):
-        asked.append((sizes["model_type"], sizes["hidden_size"], options))
-        return {kind: 1.0 + sum(part.keys for part in kind.parts) for kind in kinds}
-
-    monkeypatch.setattr(machine, "RankPool", Threads)
-    monkeypatch.setattr(machine, "_step_seconds", seconds)
-    config = config_of(dict(model_type="mixtral", hidden_size=96, intermediate_size=50, num_hidden_layers=2,
-                            num_attention_heads=4, num_key_value_heads=2, vocab_size=70, num_local_experts=4))
-    machine.measure_machines(config, [1], torch.float32)
-    assert {model_type for model_type, size, _ in asked if size == 96} == {"llama"}
-    assert all(options == {"enforce_eager": True} for *_, options in asked)

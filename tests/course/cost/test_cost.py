@@ -7,7 +7,7 @@ import pytest
 import torch
 from helpers.checkpoints import make_checkpoint
 
-from course.cost import cost, outlook
+from course.cost import cost
 from course.cost.amounts import (
     Part,
     attention_amount,
@@ -16,15 +16,15 @@ from course.cost.amounts import (
     mlp_amount,
     step_amount,
 )
-from course.cost.cost import CostError, predict, step_cost
+from course.cost.cost import CostError, step_cost
 from course.cost.links import LINKS, linked_machine
 from course.cost.machine import Machine
 from course.cost.shapes import SHAPES, shape_config
 from course.lab.score import _SMALL, LAYOUTS
 from tplab.checkpoint import ModelConfig, open_checkpoint
 from tplab.cli import main
-from tplab.engine.errors import EngineError
-from tplab.memory import kv_bytes, memory_lines, parameter_bytes, size_in_words
+from tplab.errors import TplabError
+from tplab.memory import kv_bytes, parameter_bytes
 from tplab.ranks import logical_ranks
 from tplab.shard import ShardPlan
 
@@ -108,17 +108,6 @@ def test_each_phase_waits_for_its_own_slowest_and_a_mixed_step_counts_operations
     assert step_cost(CONFIG, PLAN, [Part(5, 1)], 1, BF16, roomy)[:2] == (16, 10)
 
 
-def test_ranks_without_a_core_take_turns():
-    crowded = step_cost(CONFIG, PLAN, [Part(5, 1)], 1, BF16, Machine(**{**vars(ROUND), "places": 1}))
-    apart = step_cost(CONFIG, PLAN, [Part(5, 1)], 1, BF16, ROUND)
-    amounts = [amount for shard in PLAN.ranks for amount in (
-        *[attention_amount(CONFIG, shard, [Part(5, 1)], BF16), mlp_amount(CONFIG, shard, 1)] * 2,
-        head_amount(CONFIG, shard, 1))]
-    assert sum(crowded[:2]) == pytest.approx(sum(a.weights + 10 * a.kv_bytes for a in amounts))
-    assert sum(crowded[:2]) > sum(apart[:2])
-    assert crowded[2:] == apart[2:], "they are measured with all ranks"
-
-
 def test_one_rank_has_no_collectives():
     alone = ShardPlan.from_config(CONFIG, 1)
     one = step_cost(CONFIG, alone, [Part(5, 1)], 1, BF16, ROUND)
@@ -129,30 +118,6 @@ def test_time_per_weight_between_and_beyond_what_was_measured():
     assert [ROUND.seconds_per_weight(rows) for rows in (1, 2, 5, 50)] == [1.0, 1.5, 3.0, 30.0]
     bent = Machine("bent", 2, {1: 1.0, 3: 5.0, 5: 6.0})
     assert [bent.seconds_per_weight(rows) for rows in (1, 2, 3, 4, 5)] == [1.0, 3.0, 5.0, 5.5, 6.0]
-
-
-def test_requests_are_predicted_step_by_step_as_the_scheduler_deals_them():
-    """Two prompts at once, then the longer answer goes on alone."""
-    first, total = predict(CONFIG, PLAN, [3, 2], [1, 3], BF16, ROUND)
-    assert first == step_cost(CONFIG, PLAN, [Part(0, 3), Part(0, 2)], 2, BF16, ROUND).total
-    assert total == first + sum(step_cost(CONFIG, PLAN, [Part(n, 1)], 1, BF16, ROUND).total for n in (2, 3))
-
-
-def test_a_prompt_in_pieces_gets_its_token_behind_the_last_one_and_nothing_is_found_in_a_cache():
-    """The engine computes no logits and exchanges no tokens for a piece that is not the last."""
-    config = replace(CONFIG, max_position_embeddings=2048, eos_token_ids=(0,))
-    piece = step_cost(CONFIG, PLAN, [Part(0, 512)], 0, BF16, ROUND)
-    assert piece.products == (2 * 240 + 90) * 3.0 * 512 / 5 + 90, "the last MLP computes a single row"
-    assert piece.collectives == 4 * (100 + 2 * 512 * 10 * 2) + 100 + 2 * 10 * 2
-    ends = [step_cost(CONFIG, PLAN, [Part(512, 88)], 1, BF16, ROUND), *(
-        step_cost(CONFIG, PLAN, [Part(600 + n, 1)], 1, BF16, ROUND) for n in range(2))]
-    first, total = predict(config, PLAN, [600], [3], BF16, ROUND)
-    assert first == pytest.approx(piece.total + ends[0].total)
-    assert total == pytest.approx(first + ends[1].total + ends[2].total), "token 0 is drawn, and ends nothing"
-    with pytest.raises(ValueError):
-        predict(config, PLAN, [512, 512], [1], BF16, ROUND)
-    first, _ = predict(config, PLAN, [512, 512], [1, 1], BF16, ROUND)
-    assert first == 2 * step_cost(CONFIG, PLAN, [Part(0, 512)], 1, BF16, ROUND).total, "equal, and read twice"
 
 
 @pytest.mark.parametrize("parts, words", [([], "at least one token"), ([Part(0, 0)], r"not \(0, 0\)"),
@@ -177,7 +142,7 @@ def test_a_link_is_only_as_good_as_its_latency_and_its_bytes():
     assert "370 GB/s" in LINKS["nvlink"].source and "; 50 of the 64 GB/s" in LINKS["pcie"].source
     assert [speed for _, speed in numbers.values()] == ["370", "50", "7.5"] and 7.5e9 == 0.6 * 100e9 / 8
     assert "assumed" in " ".join(link.source for link in LINKS.values())
-    with pytest.raises(EngineError, match="no link 'pigeon'; there are nvlink, pcie, ethernet"):
+    with pytest.raises(TplabError, match="no link 'pigeon'; there are nvlink, pcie, ethernet"):
         linked_machine("pigeon", 8, BF16)
 
 
@@ -189,44 +154,6 @@ def test_an_h100_multiplies_for_nothing_until_the_ridge():
     assert machine.seconds_per_weight(1) == 2 / 3.35e12 == 2 * machine.kv_byte and machine.score == 1 / 989e12
     assert (machine.name, machine.places, machine.sequence, machine.step) == ("1 × H100, pcie", 1, 0, 0)
     assert linked_machine("pcie", 4, torch.float32).reduce_byte == 2 * 3 / 4 / 50e9
-
-
-def test_what_plan_says_about_speed(monkeypatch):
-    monkeypatch.setattr(outlook, "measure_machines", lambda config, sizes, dtype: dict.fromkeys(sizes, ROUND))
-    monkeypatch.setattr(outlook.psutil, "virtual_memory", lambda: SimpleNamespace(total=14.6e9))
-    lines = list(outlook.speed_lines(shape_config("mistral-7b"), ShardPlan.from_config(
-        shape_config("mistral-7b"), 4), BF16))
-    assert lines[1].startswith("round ") and [line.split(" ")[3] for line in lines[2:5]] == list(LINKS)
-    config, machine = shape_config("mistral-7b"), linked_machine("ethernet", 4, BF16)
-    one, many, read = (step_cost(config, ShardPlan.from_config(config, 4), parts, len(parts), BF16, machine)
-                       for parts in ([Part(512, 1)], [Part(512, 1)] * 16, [Part(0, 512)]))
-    cells = [f"{1 / one.total:,.1f}", f"{16 / many.total:,.1f}", f"{512 / read.total:,.0f}",
-             f"{one.collectives / one.total:.0%}"]
-    assert lines[4].split()[4:] == cells
-    assert [line[line.index(":"):] for line in lines[6:]] == [f": {link.source}" for link in LINKS.values()]
-    assert lines[0].split("  ")[0] == "predicted, 4 ranks"
-    monkeypatch.setattr(outlook.psutil, "virtual_memory", lambda: SimpleNamespace(total=8e9))
-    monkeypatch.setattr(outlook, "measure_machines", None)
-    config = shape_config("llama-3.1-70b")
-    lines = list(outlook.speed_lines(config, ShardPlan.from_config(config, 1), BF16))
-    assert lines[1] == "this machine has 8.0 GB of memory, the weights need 141.1 GB"
-    assert lines[2] == "1 × H100, nvlink: 141.1 GB of weights do not fit into 80.0 GB"
-    lines = list(outlook.speed_lines(config, ShardPlan.from_config(config, 32), BF16))
-    assert lines[1].endswith("has 8.0 GB of memory, the weights need 149.2 GB"), "all ranks' weights and copies, here"
-    assert lines[2].startswith("32 × H100, nvlink  "), "a part of them on each, elsewhere"
-
-
-def test_what_plan_says_about_memory_and_about_a_model_for_short_texts(monkeypatch):
-    lines = list(memory_lines(CONFIG, PLAN, BF16))
-    assert lines == ["memory in bfloat16, with 16 sequences of 512 tokens", *(
-        f"  rank {r}: weights {parameter_bytes(CONFIG, shard, BF16) / 1e6:.1f} MB, keys and values 0.3 MB "
-        "(32 bytes per token)" for r, shard in enumerate(PLAN.ranks))], "2 layers, a key and a value of 4 × 2 bytes"
-    asked = []
-    monkeypatch.setattr(outlook, "step_cost", lambda config, plan, parts, due, *rest: asked.append((parts, due))
-                        or step_cost(config, plan, parts, due, *rest))
-    outlook._speeds(CONFIG, PLAN, BF16, ROUND)
-    assert asked == [([(63, 1)], 1), ([(63, 1)] * 16, 16), ([(0, 63)], 1)], "64 tokens, the last one a new one"
-    assert [size_in_words(count) for count in (999.4e6, 1e9)] == ["999.4 MB", "1.0 GB"]
 
 
 def test_plan_names_heads_and_bytes(tmp_path, capsys):

@@ -1,0 +1,145 @@
+"""The race beside peers: all contestants work in turns and write the same, the table says what it must, and all end."""
+
+import os
+import signal
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import psutil
+import pytest
+from helpers.checkpoints import make_checkpoint
+
+from course.__main__ import main
+from course.cost import race as race_module
+from course.cost import vllm_side
+from course.cost.race import VLLM, RaceError, Timing, Work, _alone, race, speed, work_of
+
+# In vLLM's place: ready after a line of noise, with a child of its own; then a line for a line.
+PEER = """
+import json, os, subprocess, sys
+say = os.fdopen(int(sys.argv[1]), "w", buffering=1)
+child = subprocess.Popen([sys.executable, "-S", "-c", "import time; time.sleep(600)"])
+print("INFO what libraries say", flush=True)
+print(json.dumps({"ready": sys.argv[2:]}), file=say)
+for line in sys.stdin:
+    work = json.loads(line)
+    if work["prompts"] == [[0]]:
+        child.kill()
+        sys.exit("out of luck")
+    told = [os.environ["VLLM_CPU_OMP_THREADS_BIND"], child.pid] if work["prompts"] == [[1]] else work["prompts"]
+    print(json.dumps({"first": 0.5 * work["first"], "total": 2.0, "tokens": told}), file=say)
+"""
+
+
+@pytest.fixture
+def peer(tmp_path, monkeypatch):
+    (tmp_path / "peer.py").write_text(PEER)
+    monkeypatch.setattr(vllm_side, "__file__", str(tmp_path / "peer.py"))
+    ckpt = SimpleNamespace(folder="folder", config=SimpleNamespace(max_position_embeddings=300))
+    made = VLLM(ckpt, 2, "bfloat16", sys.executable)
+    yield made
+    if made.process.poll() is None:
+        made.close()
+
+
+def ended(pid):
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.pool
+def test_tplab_and_hugging_face_write_the_same_and_the_table_names_both(tmp_path, monkeypatch):
+    folder, lines = make_checkpoint(tmp_path / "m", "qwen2", layers=1, tie=True), []
+    monkeypatch.setattr(race_module, "PAUSE", 0)
+    monkeypatch.setattr(race_module, "work_of", lambda *given: Work([[1, 2, 3]], [4]))
+    ours, theirs = race("decode", str(folder), 2, dtype="float64", show=lines.append)
+    assert (ours["name"], theirs["name"]) == ("tplab, 2 ranks", "HF generate, 2 threads")
+    assert ours["equal"] == theirs["equal"] == ours["ratio"] == 1, "in float64 both write the same"
+    assert all(row["low"] <= row["median"] <= row["high"] and row["ready"] > 0 for row in (ours, theirs))
+    assert "5 rounds" in lines[0] and [line.split(",")[0] for line in lines[2:]] == ["tplab", "HF generate"]
+
+
+def test_each_race_counts_what_it_is_about():
+    work, timing = Work([[1] * 30, [2] * 10], [4, 7]), Timing(first=2.0, total=10.0, tokens=[])
+    assert speed("decode", work, timing) == 10 / 8, "the first token belongs to the prompt"
+    assert (speed("prefill", work, timing), speed("batch", work, timing)) == (40 / 2, 11 / 10)
+
+
+def test_the_works_are_the_same_every_time_and_fit_the_model():
+    decode, prefill, batch = (work_of(kind, 100, 300) for kind in ("decode", "prefill", "batch"))
+    assert batch == work_of("batch", 100, 300) and len(batch.prompts) == len(batch.new_tokens) == 16
+    assert (len(decode.prompts[0]), decode.new_tokens, len(prefill.prompts[0])) == (32, [64], 298)
+    assert len({tuple(prompt[:8]) for prompt in batch.prompts}) == 16, "equal beginnings would be cached"
+    assert {token for prompt in batch.prompts for token in prompt} <= set(range(10, 100))
+
+
+def test_vllm_is_bound_to_all_cores_and_asked_for_the_first_token_where_one_prompt_stands_alone(peer):
+    assert peer.name == "vLLM, 2 threads" and peer.time(Work([[1]], [3])).tokens[0] == "0,1"
+    assert peer.time(Work([[5, 6]], [3])) == Timing(0.5, 2.0, [[5, 6]])
+    assert peer.time(Work([[5], [6]], [3, 3])) == Timing(0.0, 2.0, [[5], [6]])
+    assert os.getsid(peer.pids[0]) == peer.pids[0], "Ctrl-C in this terminal is not for it"
+
+
+def test_one_that_is_not_measured_stands_still_with_all_it_has_started_and_ends_stopped_or_not(peer):
+    child = peer.time(Work([[1]], [3])).tokens[1]
+    with pytest.raises(KeyboardInterrupt), _alone(None, [peer]):
+        for pid in (*peer.pids, child):
+            while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
+                os.sched_yield()
+        raise KeyboardInterrupt
+    assert peer.time(Work([[5]], [1])).tokens == [[5]], "it goes on where it stood"
+    os.kill(child, signal.SIGSTOP)
+    peer.close()
+    while not (ended(peer.pids[0]) and ended(child)):
+        os.sched_yield()
+
+
+def test_a_peer_that_has_ended_says_its_last_words(peer):
+    for _ in range(2):
+        with pytest.raises(RaceError, match="vLLM, 2 threads has ended: out of luck"):
+            peer.time(Work([[0]], [1]))
+
+
+RACE = """
+import sys
+from types import SimpleNamespace
+from course.cost import race, vllm_side
+vllm_side.__file__ = sys.argv[1]
+ckpt = SimpleNamespace(folder="f", config=SimpleNamespace(max_position_embeddings=300))
+with race._ended_by_signals():
+    peer = race.VLLM(ckpt, 1, "float32", sys.executable)
+    try:
+        with race._alone(None, [peer]):
+            print(peer.pids[0], flush=True)
+            sys.stdin.read()
+    finally:
+        peer.close()
+"""
+
+
+def test_a_race_that_is_ended_ends_stopped_contestants(tmp_path):
+    (tmp_path / "peer.py").write_text(PEER)
+    running = subprocess.Popen([sys.executable, "-c", RACE, str(tmp_path / "peer.py")], stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE, text=True)
+    pid = int(running.stdout.readline())
+    running.send_signal(signal.SIGTERM)
+    assert running.wait(120) == 128 + signal.SIGTERM and ended(pid)
+    running.stdin.close()
+    running.stdout.close()
+
+
+@pytest.mark.parametrize("words, said", [
+    ("speed", "there is no race 'speed'; there are decode, prefill, batch"),
+    ("decode --model fable --rounds 4", "at least 5 rounds, not 4"),
+    ("decode --model smolm2", "did you mean 'smollm2'"),
+    ("decode --config c.json", "--config is for predict; decode needs the weights of a --model")])
+def test_what_is_no_race_is_one_line(words, said, capsys):
+    assert main(["bench", *words.split()]) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
+
+
+def test_a_python_that_cannot_be_started_is_named():
+    ckpt = SimpleNamespace(folder="folder", config=SimpleNamespace(max_position_embeddings=300))
+    with pytest.raises(RaceError, match="nowhere/python cannot be started: No such file"):
+        VLLM(ckpt, 1, "float32", "nowhere/python")
