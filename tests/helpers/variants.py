@@ -174,8 +174,8 @@ variant("the stream for the norm", "norm_skipped", f"{DECODER}.normed", lambda s
 
 # The MLP and the ends.
 
-for act in (F.relu, F.gelu):
-    variant(f"{act.__name__} from the start", "wrong_activation", f"{GATED}.__init__",
+for act in (torch.nn.ReLU(), torch.nn.GELU()):
+    variant(f"{act} from the start", "wrong_activation", f"{GATED}.__init__",
             then(f"{GATED}.__init__", set_to(act=lambda silu, act=act: act)))
 variant("an embedding scaled on loading", "embedding_scale", f"{EMBEDDING}.load", loaded(
     f"{EMBEDDING}.load", lambda s, x: x * x.shape[1] ** 0.5 if type(s).__name__ != "ParallelLMHead" else x))

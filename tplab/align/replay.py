@@ -82,7 +82,9 @@ class Replay:
         wanted = getattr(self.plan.ranks[rank], layout(name))
         if tuple(shard.indices) == tuple(wanted):
             return shard.tensor
-        whole, _, known = whole_point(name, shards)
+        whole, known = shard.tensor, shard.indices
+        if not set(wanted) <= set(known):
+            whole, _, known = whole_point(name, shards)
         where = {index: at for at, index in enumerate(known)}
         return whole[:, as_index([where[i] for i in wanted])] if set(wanted) <= where.keys() else None
 
@@ -129,6 +131,9 @@ class Replay:
         if layer is not None:
             (enter,) = inputs(f"layers.{layer}.input_norm", self.config)
         entering = {rank: self.into(enter, rank) for rank in stage} if until != "embed" else {}
+        if layer is not None and blocks.filled:
+            for s in {s for s, _ in self.calls.absent}:  # before the ranks' threads ask for them all at once
+                self._trace(s, self._filling(dtype))
         self._models = {key: model for key, model in self._models.items() if key[1] == layer}
         with torch.inference_mode(), applied(*patches, clean=True):
             found = logical_ranks(len(stage), self._on_rank, stage, layer, dtype, entering, blocks, until,
@@ -188,12 +193,15 @@ class Replay:
     def _fill(self, cache: PagedKVCache, layer: int, rank: int, dtype: torch.dtype) -> None:
         """Write the keys and values that no recorded call computed: Hugging Face's, in the run's dtype or as exact as
         they can be; NaN where the token is unknown."""
-        heads = as_index(self.plan.ranks[rank].kv_heads)
-        dtype = torch.promote_types(self.recording.dtype, torch.float32 if dtype == self.exact else dtype)
+        heads, dtype = as_index(self.plan.ranks[rank].kv_heads), self._filling(dtype)
         for slot, (s, position) in enumerate(self.calls.absent, len(self.ids)):
             for name, slots in ("k_rope", cache.k_slots), ("v", cache.v_slots):
                 slots[layer][slot] = self._trace(s, dtype)[f"layers.{layer}.{name}"][position, heads] if (
                     position < self.calls.known[s]) else torch.nan
+
+    def _filling(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of Hugging Face's run for a replay in ``dtype``."""
+        return torch.promote_types(self.recording.dtype, torch.float32 if dtype == self.exact else dtype)
 
     def _trace(self, s: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Hugging Face's points of a sequence's known tokens."""
