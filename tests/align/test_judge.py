@@ -19,7 +19,7 @@ from tplab.align.points import layout, point_names
 from tplab.align.recording import Shard
 from tplab.checkpoint import open_checkpoint
 from tplab.faults import fault, scenario
-from tplab.patch import Patch, applied, original
+from tplab.patch import Patch, applied
 from tplab.ranks import logical_ranks, rank, world_size
 from tplab.shard import ShardPlan
 
@@ -112,47 +112,19 @@ def test_a_point_that_was_not_recorded_leaves_its_guilt_to_the_next(ckpt):
 def shares(how):
     """The ranks that add a row-parallel layer's bias: all choices but the last two are right."""
     def partial(self, x):
-        share = {"rank 0": rank() == 0, "rank 1": rank() == 1, "a part each": 1 / world_size(), "behind the sum": 0,
-                 "nobody": 0, "every rank": 1}[how]
+        share = {"rank 0": rank() == 0, "rank 1": rank() == 1, "a part each": 1 / world_size(), "nobody": 0,
+                 "every rank": 1}[how]
         found = linear(x, self.weight)
         return found + share * self.bias if share else found
-
-    def reduce(self, partial):
-        total = original(REDUCE)(self, partial)
-        return total + self.bias if how == "behind the sum" else total
-    return [Patch(PARTIAL, partial), Patch(REDUCE, reduce)]
+    return [Patch(PARTIAL, partial)]
 
 
 @pytest.mark.parametrize("how, points", [
-    ("rank 0", set()), ("rank 1", set()), ("a part each", set()), ("behind the sum", set()),
-    ("nobody", {"o_proj", "mlp"}), ("every rank", {"o_partial", "mlp_partial"})])
+    ("rank 0", set()), ("rank 1", set()), ("a part each", set()), ("nobody", {"o_partial", "mlp_partial"}),
+    ("every rank", {"o_partial", "mlp_partial"})])
 def test_the_bias_belongs_to_the_sum_whoever_adds_it(ckpt, how, points):
     recording, plan = run(ckpt, 2, patches=shares(how))
     assert {name.rpartition(".")[2] for name in guilty(recording, ckpt, plan)} == points
-    report = judge(recording, ckpt, plan, by_local=True, kind=CheckReport)
-    assert report["layers.0.o_partial"].inside == ("o_partial" not in points)
-
-
-def test_an_engine_that_shards_only_its_mlp(ckpt):
-    """Attention whole on every rank, one rank's KV heads told twice, no sum behind o_proj."""
-    recording, plan = run(ckpt, 2)
-    alone, _ = run(ckpt, 1)
-    points = {}
-    for name, held in recording.points.items():
-        (whole,) = alone.points[name]
-        if layout(name) in ("q_heads", "kv_heads"):
-            points[name] = [Shard(whole.tensor, whole.kind, tuple(whole.indices))] * 2
-        elif name.endswith(".o_partial"):
-            points[name] = [Shard(whole.tensor, "partial")] * 2
-        else:
-            points[name] = held
-    found = dataclasses.replace(recording, points=points)
-    assert guilty(found, ckpt, plan) == []
-    without = keep(found, [name for name in points if not name.endswith("o_partial")])
-    assert guilty(without, ckpt, plan) == []
-    doubled = {name: [Shard(s.tensor * 2, s.kind) for s in held] if name.endswith(".o_proj") else held
-               for name, held in without.points.items()}
-    assert guilty(dataclasses.replace(without, points=doubled), ckpt, plan)[0] == "layers.0.o_proj"
 
 
 def test_heads_in_another_order_are_where_their_indices_say(ckpt):

@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 
 from tplab.align.floors import LOCAL, SHORT, TIMES
-from tplab.align.points import inputs, point_names
+from tplab.align.points import inputs, layout, point_names
 from tplab.align.recording import Recording
 from tplab.align.replay import Replay
 from tplab.checkpoint import Checkpoint
@@ -96,13 +96,28 @@ class Judge(Replay):
         if not found:
             return LocalDiff(name, 0.0, 0, 1.0, ())
         gap, worst, tolerance = max(found, key=lambda each: each[0] / each[2])
-        diff = LocalDiff(name, gap, worst, tolerance, tuple(r for g, r, t in found if not g <= t), not known)
-        if diff.guilty:
+        guilty = tuple(r for g, r, t in found if not g <= t)
+        if guilty and layout(name) == "partial" and self._whole_is_right(name):
+            guilty = ()
+        diff = LocalDiff(name, gap, worst, tolerance, guilty, not known)
+        if guilty:
             self._expected |= {(name, rank): self.expected(name, rank) for _, rank, _ in found}
             unseen = unseen_before(name, self.recording, self.ckpt)
             diff = replace(diff, perhaps_from=next((self._suspects[p] for p in unseen if p in self._suspects), ""))
             self._suspects.update(dict.fromkeys(unseen, diff.perhaps_from or name))
         return diff
+
+    def _whole_is_right(self, name: str) -> bool:
+        """Whether the summands of all ranks, which differ by what each adds to every row (a share of the bias), add up
+        to the right sum."""
+        stage = self.stage(name)
+        if not len(self.judged_ranks(name)) == len(stage) > 1:
+            return False
+        off = [self.held(name, rank).to(self.exact) - self.expected(name, rank) for rank in stage]
+        right = sum(self.expected(name, rank) for rank in stage)
+        limit = self.tolerance(name, stage[0])
+        return bool((by_row(right + sum(off), right) <= limit).all()) and all(
+            bool((by_row(each - each[:1] + right, right) <= limit).all()) for each in off)
 
 
 def recorded_points(recording: Recording, ckpt: Checkpoint) -> Iterator[str]:

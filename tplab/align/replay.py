@@ -88,12 +88,13 @@ class Replay:
         where = {index: at for at, index in enumerate(known)}
         return whole[:, as_index([where[i] for i in wanted])] if set(wanted) <= where.keys() else None
 
-    def into(self, name: str, rank: int) -> torch.Tensor:
-        """A rank's value at a point that goes into a layer: recorded, or by a clean replay of what is before it."""
+    def into(self, name: str, rank: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """A rank's value at a point that goes into a layer: recorded, or by a clean replay of what is before it, in
+        ``dtype`` as well: so the rounding of all that was not recorded adds up."""
         tensor = self.held(name, rank)
         if tensor is not None:
             return tensor
-        made = self.made(name)
+        made = self.made(name, dtype)
         return made[rank if rank in made else min(made)][name]
 
     def stage(self, name: str) -> list[int]:
@@ -130,7 +131,7 @@ class Replay:
         enter = f"layers.{self.config.num_layers - 1}.output"
         if layer is not None:
             (enter,) = inputs(f"layers.{layer}.input_norm", self.config)
-        entering = {rank: self.into(enter, rank) for rank in stage} if until != "embed" else {}
+        entering = {rank: self.into(enter, rank, dtype) for rank in stage} if until != "embed" else {}
         if layer is not None and blocks.filled:
             for s in {s for s, _ in self.calls.absent}:  # before the ranks' threads ask for them all at once
                 self._trace(s, self._filling(dtype))
