@@ -112,18 +112,20 @@ class Joined(HfLike):
     """A module that gathers the logits wrongly."""
 
     class Gather(nn.Module):
-        def __init__(self, head, join, sizes):
+        def __init__(self, heads, join, sizes):
             super().__init__()
-            self.join, self.sizes = join, sizes
+            self.heads, self.join, self.sizes = heads, join, sizes
 
         def forward(self, x):
+            for head in self.heads:
+                x = head(x)
             return self.join(all_gather(x, sizes=self.sizes))
 
     join = staticmethod(lambda x: x.roll(1, -1))
 
     def __init__(self, w):
         super().__init__(w)
-        self.logits_processor = self.Gather(self.lm_head, self.join, w.vocab_sizes)
+        self.logits_processor = self.Gather([], self.join, w.vocab_sizes)
 
     def forward(self, input_ids, position_ids):
         return self.logits_processor(self.lm_head(self.model(input_ids, position_ids)))
@@ -133,8 +135,15 @@ class Folded(Joined):
     join = staticmethod(lambda x: x.transpose(0, 1).reshape(x.shape))
 
 
-class Wide(Joined):
-    join = staticmethod(lambda x: F.pad(x, (0, 5), value=1e4))
+class Wide(HfLike):
+    """A head whose gathered output has columns of padding."""
+
+    def __init__(self, w):
+        super().__init__(w)
+        self.lm_head = Joined.Gather([self.lm_head], lambda x: F.pad(x, (0, 5), value=1e4), w.vocab_sizes)
+
+    def forward(self, input_ids, position_ids):
+        return self.lm_head(self.model(input_ids, position_ids))
 
 
 def scaled_twice(q, k, v):
@@ -183,7 +192,7 @@ BUGS = {
     "a layer on no rank": Bug(Set(Gap, LINES, options=dict(one=True)), "layer_skipped", "layout"),
     "another text's block": Bug(Set(OtherBlock, PREFIX, said=tell({0: TEXTS[0], 1: SECOND})), None, "layers.0.attn"),
     "decode positions one too early": Bug(Set(VllmLike, [*calls_of(0, text=TEXTS[0][:7]), ([8], [6], [0]), (
-        [30], [7], [0])]), "decode_position_off_by_one", "layers.0.q_rope"),
+        [30], [7], [0])]), "rope_positions", "layers.0.q_rope"),
     "joined logits in another order": Bug(Set(Joined, LINES), "head_rows", "layout"),
     "joined logits that are none": Bug(Set(Folded, LINES), None, "layout"),
     "a padding column is drawn": Bug(Set(Wide, LINES), "vocab_padding", "layout"),

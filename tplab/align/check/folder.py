@@ -247,8 +247,8 @@ class _RankReader:
         return RecordedRank(self.rank, tuple(self.calls), {entry.name: entry for entry in self.parameters.entries})
 
     def _begin(self, line: dict) -> None:
-        if line["format"] != "tplab-record" or line["version"] != VERSION:
-            raise _Wrong(f"its version is {quoted(line['version'])}, not {VERSION}")
+        if (found := (line["format"], line["version"])) != ("tplab-record", VERSION):
+            raise _Wrong(f"it is {quoted(found)}, not tplab-record {VERSION}")
         if not self.rank == _number(line["rank"]) < _number(line["world_size"], _MAX_WORLD):
             raise _Wrong(f"rank {line['rank']} of {line['world_size']}, in a folder named rank{self.rank}")
         self.about = {"run": _text(line["run"]), "world_size": line["world_size"]}

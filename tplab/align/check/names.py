@@ -139,6 +139,8 @@ def role_in(config, layer: int | None, rest: str) -> str | None:
             inner = last.startswith("shared_expert") or any(part.startswith(("experts", "shared_expert"))
                                                             for part in above)
             own = "" if inner else _EXPERTS.get(last)
+            if own == "experts" and config.experts.shared_intermediate_size:
+                own = ""  # the block's output has the shared expert's beside it
     return role_of(layer, rest) if own is None else own
 
 

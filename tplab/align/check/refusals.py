@@ -11,10 +11,9 @@ from tplab.align.check.rows import call_inputs
 from tplab.align.recording import Contradiction, PlacementError
 
 
-def check_one_model(sources) -> None:
+def check_one_model(entries) -> None:
     """Refuse several models in one recording, such as a draft and its target."""
-    names = dict.fromkeys(entry.name for of in sources.recorded.values() for call in of.values()
-                          for entry in call.entries if entry.kind != "tensor")
+    names = dict.fromkeys(entry.name for entry in entries if entry.kind != "tensor")
     stacks = list(dict.fromkeys(pattern_of(name).partition("{i}")[0].rstrip(".") for name in names
                                 if split_name(name)[0] is not None and role_of(*split_name(name)) in INNER))
     if len(stacks) > 1:
@@ -22,19 +21,17 @@ def check_one_model(sources) -> None:
                              f"but the checkpoint's with names=, such as --name '{stacks[-1]}.*='")
 
 
-def check_sizes(entries: list, config) -> None:
+def check_sizes(entries, config) -> None:
     """Refuse layers and widths that the checkpoint does not have."""
-    another = "it was recorded with another checkpoint"
     for entry in entries:
         layer, rest = split_name(entry.name)
         if (layer or 0) >= config.num_layers:
             raise PlacementError(f"the recording has a layer {layer}, but the checkpoint's layers are 0 to "
-                                 f"{config.num_layers - 1}: {another}")
-        role = role_in(config, layer, rest)
-        if role in ("input_norm", "post_norm", "norm", "embed") and entry.kind == "out" and (
+                                 f"{config.num_layers - 1}: it was recorded with another checkpoint")
+        if role_in(config, layer, rest) in ("input_norm", "post_norm", "norm", "embed") and entry.kind == "out" and (
                 entry.path in ("", "0") and entry.shape[-1:] not in ((), (config.hidden_size,))):
-            raise PlacementError(f"{entry.name} gives {entry.shape[-1]} columns, but the checkpoint's hidden size "
-                                 f"is {config.hidden_size}: {another}")
+            raise PlacementError(f"{entry.name} gives {entry.shape[-1]} columns, but the checkpoint's hidden size is "
+                                 f"{config.hidden_size}: it was recorded with another checkpoint")
 
 
 def check_rows(sources) -> None:
@@ -55,20 +52,15 @@ def check_rows(sources) -> None:
         call.pad(usual)
 
 
-def check_parallel(sources, points: dict[str, dict]) -> None:
-    """Refuse data and context parallelism: ranks with whole layers, and other tokens from the first call on."""
-    first = {rank: call_inputs(calls[sources.used[0]]) for rank, calls in sources.recorded.items() if sources.used}
-    ids = {rank: ids for rank, (ids, _, _) in first.items() if ids is not None}
-    other = next((rank for rank in ids if not torch.equal(ids[rank], ids[min(ids)])), None)
-    if other is None or sorted(ids[other].flatten().tolist()) == sorted(ids[min(ids)].flatten().tolist()):
-        return
-    totals = {"q": sources.config.q_size, "mlp_act": sources.config.intermediate_size}
-    if any(entry.shape[-1] == totals.get(point.rpartition(".")[2]) for point, of in points.items()
-           for source in of.values() for (rank, _), entry in source.entries.items() if rank == other):
-        positions = first[other][1]
-        how = "data" if positions is None or not positions.flatten()[0] else "context"
-        raise PlacementError(f"{how} parallelism: rank {other} holds whole layers and has other tokens than rank "
-                             f"{min(ids)} from the first call on; check compares ranks with the same tokens: "
+def check_parallel(sources, whole: bool) -> None:
+    """Refuse data and context parallelism: ranks that hold ``whole`` layers, and have other tokens from the first call
+    on."""
+    ids = {rank: call_inputs(calls[sources.used[0]])[0] for rank, calls in sources.recorded.items() if sources.used}
+    tokens = {rank: sorted(x.flatten().tolist()) for rank, x in ids.items() if x is not None}
+    other = next((rank for rank in tokens if tokens[rank] != tokens[min(tokens)]), None)
+    if whole and other is not None:
+        raise PlacementError(f"data or context parallelism: rank {other} holds whole layers and has other tokens than "
+                             f"rank {min(tokens)} from the first call on; check compares ranks with the same tokens: "
                              "record one rank alone, with rank=0 and world_size=1, on a whole text")
 
 

@@ -71,8 +71,8 @@ class Sources:
         every = [call for of in self.recorded.values() for call in of.values()]
         self._names = check_names(names, {entry.name for call in every for entry in call.entries})
         self._leave_out()
-        check_one_model(self)
         calls = [*self.recorded.values()]
+        check_one_model(entry for of in calls for call in of.values() for entry in call.entries)
         began = [index for index in sorted(set().union(*calls)) if all(index in of and any(
             entry.dtype.is_floating_point for entry in of[index].entries) for of in calls)]
         done = [index for index in began if all(of[index].status == "done" for of in calls)]
@@ -95,15 +95,17 @@ class Sources:
             raise PlacementError("every token is padding (a negative id or position): there is no row to judge" if any(
                 call.size for call in self.calls) else "no recorded call has a token")
         self._claim()
-        check_parallel(self, self._points)
+        whole = {"q": config.q_size, "mlp_act": config.intermediate_size}
+        check_parallel(self, any(entry.shape[-1] == whole.get(point.rpartition(".")[2]) for point, of in
+                                 self._points.items() for source in of.values() for entry in source.entries.values()))
 
     def _leave_out(self) -> None:
         """Forget the tensors that ``names=`` leaves out, and calls that have no others: of another model."""
-        if "" in self._names.values():
-            for rank, of in self.recorded.items():
-                kept = {call.index: replace(call, entries=tuple(
-                    entry for entry in call.entries if overridden(entry, self._names) != "")) for call in of.values()}
-                self.recorded[rank] = {i: call for i, call in kept.items() if call.entries or not of[i].entries}
+        for rank, of in self.recorded.items() if "" in self._names.values() else ():
+            kept = {call.index: replace(call, entries=tuple(
+                entry for entry in call.entries if overridden(entry, self._names) != "")) for call in of.values()}
+            self.recorded[rank] = {i: call for i, call in kept.items() if call.entries or not of[i].entries}
+
     def _read_calls(self) -> None:
         self.calls, idle, before = [], [], None
         for index in sorted(set().union(*self.recorded.values())):
