@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from matplotlib.patches import FancyArrowPatch, Rectangle
 
-from course.cost.overlap import pipeline
+from course.cost.pipeline import pipeline
 from tplab.show.figures.style import BLUE, FAINT, INK, NOTHING, ORANGE, SKY, Picture, picture, styled
 
 _RANKS = (BLUE, ORANGE, SKY)
