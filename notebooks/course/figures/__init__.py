@@ -10,7 +10,7 @@ _HOMES = {name: home for home, names in {
     ".roofline": "roofline_figure", ".routes": "routes_figure", ".partings": "texts_figure margins_figure",
     ".orders": "orders_figure", ".curves": "curves_figure", ".experts": "experts_figure",
     ".linears": "column_row_figure", ".timeline": "timeline_figure", ".token_grid": "token_grid_figure",
-    ".code": "side_by_side"}.items() for name in names.split()}
+    ".code": "side_by_side", ".nb13": "overlap_figure ring_figure regions_figure"}.items() for name in names.split()}
 __all__ = list(_HOMES)
 __getattr__ = lazy(__name__, _HOMES)
 

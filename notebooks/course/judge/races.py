@@ -21,6 +21,7 @@ from tplab.ranks import barrier, rank, state, world_size
 from tplab.shard import ShardPlan
 
 _REDUCE = "tplab.shard.linear.RowParallelLinear.reduce"
+LONG = 600  # seconds: measurements take a second or two, and minutes where other programs take the cores
 ROUNDS = 25
 
 
@@ -74,7 +75,7 @@ def in_layers(names: Mapping[int, str], num_layers: int) -> Patch:
 def linked_seconds(pool: RankPool, parts: Sequence[int]) -> dict:
     """Seconds of a product alone, and in parts beside sums over a link that needs no core: ``product``, ``latency``,
     ``transfer``, and by number of parts. Nothing is summed up: a thread waits as long as the link would take."""
-    return pool.run(_linked, list(parts))[0]
+    return pool.run(_linked, list(parts), timeout=LONG)[0]
 
 
 def _linked(parts: list[int]) -> dict:
@@ -107,7 +108,8 @@ def _clocked(what: Callable) -> float:
 def overlap_seconds(pool: RankPool, tokens: int, inputs: int, outputs: int, parts: Sequence[int]) -> dict:
     """Seconds of a row-parallel product and of its sum by gloo: ``product``, ``sum``, ``latency`` (the sum of one
     number), and by number of parts with the sum of one part under way beside the product of the next."""
-    return max(pool.run(_overlapped, tokens, inputs, outputs, list(parts)), key=lambda found: found["product"])
+    return max(pool.run(_overlapped, tokens, inputs, outputs, list(parts), timeout=LONG),
+               key=lambda found: found["product"])
 
 
 def _overlapped(tokens: int, inputs: int, outputs: int, parts: list[int]) -> dict:
@@ -164,7 +166,7 @@ def layers_plain_and_scattered(ckpt: Checkpoint, layer: Callable, tokens: int, d
     ``my_sequence_parallel_layer`` takes (``plain``, ``by rows``): seconds, and on each rank the peak of bytes. And the
     seconds of the norms and additions of all rows (``row by row``) and of a latency."""
     plan = ShardPlan.from_config(ckpt.config, pool.size)
-    timed, peaks = zip(*pool.run(_through_layers, ckpt, plan, dtype, tokens, layer))
+    timed, peaks = zip(*pool.run(_through_layers, ckpt, plan, dtype, tokens, layer, timeout=LONG))
     return {name: (max(one[name] for one in timed), [one[name] for one in peaks if name in one]) for name in timed[0]}
 
 

@@ -59,6 +59,7 @@ def lab(tmp_path_factory):
         file = wait_for(lambda: next((place / "runtime").glob(f"kernel-{kernel}.json"), None), 300)
         client = BlockingKernelClient(connection_file=str(file))
         client.load_connection_file()
+        client.hb_channel.time_to_dead = 300  # a kernel that gets no core for a second is not dead
         client.start_channels()
         wait_for(lambda: is_ready(client), 300)
         printed = []
