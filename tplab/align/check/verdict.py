@@ -88,8 +88,8 @@ class CheckReport(AlignReport):
         their tensors were taken for what they are not."""
         others = [p for p in self.points if p.name not in self._wrong]
         grown, least = (1, CLEARLY_SHORT) if self.dtype in SHORT else (GROWN, CLEARLY)
-        told = not any(UNKNOWN in text for text in self.recording.ids)  # rows of unknown texts have no reference
-        return told and bool(self._wrong) and others[-1:] == self.points[-1:] and all(
+        untold = any(UNKNOWN in text for text in self.recording.ids)  # rows of unknown texts have no reference
+        return not untold and not self.recording.contradictions and bool(self._wrong) and others[-1:] == self.points[-1:] and all(
             p.relative <= grown * p.floor and not p.nan and not p.inf for p in others) and all(
             self.local[name].relative > least for name in self._wrong)
 
