@@ -8,6 +8,7 @@ from tplab import LLM, SamplingParams
 from tplab.align import check
 from tplab.checkpoint import open_checkpoint
 from tplab.engine.runner import token_positions
+from tplab.faults import fault
 from tplab.patch import Patch, original
 from tplab.record import record
 
@@ -44,7 +45,7 @@ def recorded(folder, ckpt, prompts, *patches):
             return original(STEP)(runner, scheduler_output)
 
         with LLM(ckpt, 1, logical=True, block_size=4, num_speculative_tokens=4,
-                 patches=[Patch(STEP, execute_model), *patches]) as llm:
+                 patches=[Patch(STEP, execute_model), *map(fault, patches)]) as llm:
             outputs = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in prompts]
     return [list(one.outputs[0].token_ids) for one in outputs], outputs[1].metrics.prefix_hit_tokens
 

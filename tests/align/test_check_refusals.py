@@ -72,7 +72,7 @@ REFUSED = {
     "padding alone": (said(([-1, -1],)), "every token is padding"),
     "no token": (said(([], [])), "no recorded call has a token"),
     "positions of another shape": (said(([1, 2, 3], [0, 1])), r"positions of shape \[2\] for ids of shape \[3\]; give"),
-    "too few sequences": (said(([[1, 2, 3], [4, 5, 6]], None, [1])), "1 sequence numbers for 2 lines of 3 tokens; give"),
+    "too few sequences": (said(([[1, 2, 3], [4, 5, 6]], None, [1])), "1 sequence numbers for 2 lines of 3 tok"),
     "whose token": (said(TWO_TEXTS, ([5], [2])), "do not say to which text they belong; give rec.inputs.*sequences"),
     "a text that ends otherwise": (said(([1, 2], [0, 1], [4, 4], {4: [1, 3]})), "does not end with the call's tokens"),
 }

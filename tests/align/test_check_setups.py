@@ -309,8 +309,7 @@ SETUPS = {
     "a scaled cache in fp8": Set(VllmLike, FLAT, stored(fp8(0.25)), warns="a cache in fp8 (e4m3)"),
     "a cache in int8": Set(VllmLike, FLAT, stored(int8), warns="a cache in int8"),
     "int8 weights": Set(VllmLike, FLAT, rounded_weights(int8), warns="int8 weights, a scale for each row"),
-    "fp8 weights": Set(VllmLike, FLAT, rounded_weights(lambda x: scaled(448, lambda y: y.to(torch.float8_e4m3fn).float(),
-                                                                        x)), warns="fp8 (e4m3) weights"),
+    "fp8 weights": Set(VllmLike, FLAT, rounded_weights(lambda x: scaled(448, fp8(1.0), x)), warns="fp8 (e4m3) weights"),
     "TF32": Set(VllmLike, FLAT, few_digits(tf32), warns="TF32 products"),
     "bfloat16 products": Set(HfLike, LINES, few_digits(lambda x: x.bfloat16().float()), warns="bfloat16 products"),
     "bfloat16": Set(VllmLike, FLAT, options=SHORT), "float16": Set(HfLike, LINES, options=dict(dtype=torch.float16)),
@@ -370,7 +369,8 @@ def test_experts_are_clean_however_they_are_dealt_out(opened, tmp_path, trait, w
     ckpt = opened(trait)
     record_lab(tmp_path / "run", ckpt, texts(2, 7), enable_expert_parallel=whole)
     report = check(tmp_path / "run", ckpt)
-    assert report.verdict == "clean" and report.plan.enable_expert_parallel is whole, report.summary()
+    assert report.verdict == "clean", report.summary()
+    assert trait == "shared expert" or report.plan.enable_expert_parallel is whole, "where a summand shows it"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -414,10 +414,10 @@ def test_a_draft_and_its_target_in_one_record(opened, tmp_path, ranks):
                     rec.inputs(torch.tensor(ids), torch.tensor(positions), [0, 1])
                     model.call(torch.tensor(ids), torch.tensor(positions), sequences)
     logical_ranks(ranks, on_rank)
-    with pytest.raises(PlacementError, match="layers of 2 models were recorded, in draft.model.layers, "):
+    with pytest.raises(PlacementError, match=r"layers of 2 models .*--name 'target\*='"):
         check(tmp_path / "run", ckpt)
-    assert check(tmp_path / "run", ckpt, names={"draft.*": ""}).verdict == "clean"
-    assert check(tmp_path / "run", other, names={"target.*": ""}).verdict == "clean"
+    assert check(tmp_path / "run", ckpt, names={"draft*": ""}).verdict == "clean"
+    assert check(tmp_path / "run", other, names={"target*": ""}).verdict == "clean"
 
 
 def test_data_parallel_ranks_are_recorded_one_by_one(opened, tmp_path, monkeypatch):

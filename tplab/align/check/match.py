@@ -30,17 +30,12 @@ GROUPS = {"q": Group("query heads", ("q", "q_norm", "q_rope", "attn"), "q_heads"
 GROUP_OF = {point: which for which, group in GROUPS.items() for point in group.points}
 
 
-def tolerance(dtype: torch.dtype) -> float:
-    """How far, relative to its norm, a rightly computed column may stand from one computed in float32."""
-    return {torch.float64: 1e-4, torch.float32: 1e-3}.get(dtype, 5e-2)
-
-
 def near(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors differ by rounding only; NaN and infinity count as 0."""
     if a.shape != b.shape:
         return False
     left, right = (torch.nan_to_num(tensor.float(), 0.0, 0.0, 0.0) for tensor in (a, b))
-    return bool((left - right).norm() <= tolerance(a.dtype) * right.norm())
+    return bool((left - right).norm() <= {torch.float64: 1e-4, torch.float32: 1e-3}.get(a.dtype, 5e-2) * right.norm())
 
 
 def real_items(labels: Sequence[int]) -> tuple[list[int], Indices]:
@@ -51,8 +46,6 @@ def real_items(labels: Sequence[int]) -> tuple[list[int], Indices]:
 
 
 def span(indices: Sequence[int]) -> str:
-    """``0–5``, ``0, 2, 4``, ``0–20 and padding``; long lists are cut."""
-    real = [i for i in indices if i != PADDING]
-    texts = spans(real)
-    text = ", ".join(texts if len(texts) <= 8 else [*texts[:6], "…", texts[-1]]) or "none"
-    return text + (" and padding" if len(real) < len(indices) else "")
+    """``0–5``, ``0, 2, 4``; long lists are cut."""
+    texts = spans(list(indices))
+    return ", ".join(texts if len(texts) <= 8 else [*texts[:6], "…", texts[-1]]) or "none"

@@ -12,13 +12,8 @@ def once(said: Iterable[tuple[int, int, str]]) -> list[str]:
     calls: dict[str, dict[int, set[int]]] = {}
     for rank, call, what in said:
         calls.setdefault(what, {}).setdefault(rank, set()).add(call)
-    lines = []
-    for what, of_rank in calls.items():
-        ranks: dict[tuple[int, ...], list[int]] = {}
-        for rank, numbers in of_rank.items():
-            ranks.setdefault(tuple(sorted(numbers)), []).append(rank)
-        lines += [f"{listed('rank', found)}, {listed('call', numbers)}: {what}" for numbers, found in ranks.items()]
-    return lines
+    return [f"{listed('rank', [*of_rank])}, {listed('call', sorted(set().union(*of_rank.values())))}: {what}"
+            for what, of_rank in calls.items()]
 
 
 def listed(what: str, numbers) -> str:

@@ -67,7 +67,6 @@ PRECISIONS |= {f"{str(dtype)[6:]} products": _products(partial(_stored, dtype, 1
     torch.bfloat16, torch.float16)}
 PRECISIONS |= {f"a cache in fp8 (e4m3), scale {scale:g}": _cache(partial(_stored, _FP8, scale))
                for scale in (1.0, 0.5, 0.25, 0.125, 0.0625, 2.0)}
-PRECISIONS |= {"a cache in fp8 (e5m2), scale 1": _cache(partial(_stored, torch.float8_e5m2, 1.0))}
 for _name, _dtype in ("int8", _INT8), ("fp8 (e4m3)", _FP8):
     PRECISIONS |= {f"a cache in {_name}, a scale for each token and head": _cache(partial(_stored, _dtype, (-1,))),
                    f"{_name} weights, a scale for each row": _products(partial(_stored, _dtype, (-1,)), True),

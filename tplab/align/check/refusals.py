@@ -17,8 +17,10 @@ def check_one_model(entries) -> None:
     stacks = list(dict.fromkeys(pattern_of(name).partition("{i}")[0].rstrip(".") for name in names
                                 if split_name(name)[0] is not None and role_of(*split_name(name)) in INNER))
     if len(stacks) > 1:
+        parts = [stack.split(".") for stack in stacks]
+        depth = next((i for i, level in enumerate(zip(*parts)) if len(set(level)) > 1), 0)
         raise PlacementError(f"layers of {len(stacks)} models were recorded, in {', '.join(stacks)}; leave out all "
-                             f"but the checkpoint's with names=, such as --name '{stacks[-1]}.*='")
+                             f"but the checkpoint's with names=, such as --name '{'.'.join(parts[-1][:depth + 1])}*='")
 
 
 def check_sizes(entries, config) -> None:

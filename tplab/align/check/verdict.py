@@ -15,7 +15,7 @@ from tplab.align.report import AlignReport, internal_error
 from tplab.checks import counted
 
 GROWN = 10  # floors: how far float32 rounding can grow in an engine whose modules are all right
-CLEARLY = 0.03  # of a row's largest value: more than any rounding
+CLEARLY, CLEARLY_SHORT = 0.03, 0.5  # of a row's largest value: more than any rounding, in float32 and in bfloat16
 _WEIGHTED = ("embed", "q", "k", "v", "gate", "up", "o_partial", "mlp_partial", "logits")  # points that a matrix makes
 
 
@@ -86,11 +86,12 @@ class CheckReport(AlignReport):
     def misplaced(self) -> bool:
         """Whether all other points are right up to the end of the model: then no error went on from the wrong ones, and
         their tensors were taken for what they are not."""
-        others, grown = [p for p in self.points if p.name not in self._wrong], 1 if self.dtype in SHORT else GROWN
-        told = not any(UNKNOWN in text for text in self.recording.ids)  # rows of unknown texts have no reference
-        return told and bool(self._wrong) and others[-1:] == self.points[-1:] and all(
+        others = [p for p in self.points if p.name not in self._wrong]
+        grown, least = (1, CLEARLY_SHORT) if self.dtype in SHORT else (GROWN, CLEARLY)
+        untold = any(UNKNOWN in text for text in self.recording.ids)  # rows of unknown texts have no reference
+        return not untold and not self.recording.contradictions and bool(self._wrong) and others[-1:] == self.points[-1:] and all(
             p.relative <= grown * p.floor and not p.nan and not p.inf for p in others) and all(
-            self.local[name].relative > CLEARLY for name in self._wrong)
+            self.local[name].relative > least for name in self._wrong)
 
     @property
     def ok(self) -> bool:

@@ -14,6 +14,7 @@ from tplab.align.tensors import Weights
 from tplab.checkpoint import Checkpoint
 from tplab.checkpoint.layout import EMBEDDING, EXPERTS, HEAD, tensor_parts
 
+_LINEAR = sum(PARTS.values(), ())
 _OUTER = {"embed": EMBEDDING, "head": HEAD}
 
 
@@ -60,7 +61,7 @@ def _pieces(shares: Shares, stored, name: str, entry, rank: int) -> dict[str, Pa
     cut = shares.by_size(role, len(tensor), rank) if role in PARTS else {role: range(len(tensor))}
     found = {}
     for part, rows in (cut or {}).items():
-        if part in GROUP_OF and target(part) in stored:
+        if part in _LINEAR and target(part) in stored:
             own = tensor[as_index(rows)]
             if part in ("q", "k") and "pairs" in shares.told:
                 own = own.unflatten(0, (-1, shares.dim(part) // 2, 2)).transpose(1, 2).flatten(0, 2)

@@ -45,7 +45,8 @@ probe("sliding_window", "attention", "model.attention.within_window", "the windo
       lambda more: lambda mask, window: within_window(mask, window + more), each=(-1, 1))
 
 probe("cross_sequence_attention", "attention", _ALL, "the sequences of a call see each other", lambda self, q, k, v, c:
-      was(_ALL)(self, q, k, v, NoCache([len(q)]) if isinstance(c, NoCache) else c))
+      was(_ALL)(self, q, k, v, c if any(s.start for s in getattr(c, "segments", ())) else (
+          [*c.batches(self.layer, k, v)], NoCache([len(q)]))[1]))
 
 
 # The scores and their softmax.
