@@ -23,18 +23,18 @@ def number(value, low: float, high: float) -> float | None:
     if not isinstance(value, Real) or isinstance(value, bool):
         return None
     try:
-        found = float(value)
+        real = float(value)
     except OverflowError:
         return None
-    return found if math.isfinite(found) and low <= found <= high else None
+    return real if math.isfinite(real) and low <= real <= high else None
 
 
 def positive_int(name: str, value, error: type[Exception]) -> int:
     """A size as an int. Raises ``error``, with the same sentence for every size."""
-    found = whole_number(value, 1)
-    if found is None:
+    size = whole_number(value, 1)
+    if size is None:
         raise error(f"{name} must be a whole number from 1 up, not {quoted(value)}")
-    return found
+    return size
 
 
 def quoted(value) -> str:

@@ -83,11 +83,6 @@ def test_missing_and_unexpected_tensors(single):
 # --- several files and their index
 
 
-def test_missing_shard(sharded):
-    (sharded / SECOND).unlink()
-    assert f"weight file {SECOND} is missing" in refusal(sharded)
-
-
 def test_index_naming_the_wrong_file(sharded):
     other = {FIRST: SECOND, SECOND: FIRST}
     edit_index(sharded, lambda m: m.update({GATE: other[m[GATE]]}))

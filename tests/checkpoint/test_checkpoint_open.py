@@ -17,8 +17,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from tplab.checkpoint import CheckpointError, ModelConfig, cache_dir, open_checkpoint
 from tplab.checkpoint.layout import HEAD, expected_shapes
 
-LLAMAS = ("qwen2", "qwen3", "llama", "mistral")  # tests/model has the others, as transformers saves them
-
 
 @pytest.mark.parametrize("model_type, tie, bias", [
     ("qwen2", True, False), ("qwen2", False, True), ("qwen3", True, True), ("llama", True, False),
@@ -36,36 +34,19 @@ def test_expected_tensors_are_those_of_hugging_face(model_type, tie, bias):
     assert expected_shapes(ModelConfig.from_hf(hf), ()) == theirs
 
 
-@pytest.mark.parametrize("rope, model_type", [*zip(ROPES, LLAMAS), ("llama3", "llama")])
-def test_every_architecture_and_rope_opens(tmp_path, model_type, rope):
-    ckpt = open_checkpoint(make_checkpoint(tmp_path / "m", model_type, rope=rope, shards=2))
-    c = ckpt.config
-    assert (c.model_type, c.num_layers, c.num_heads, c.num_kv_heads, c.head_dim) == (model_type, 2, 4, 2, 8)
-    assert (c.hidden_size, c.intermediate_size, c.vocab_size) == (32, 43, 67)
-    assert c.hf.rope_parameters == ROPES[rope]
-    assert c.qkv_bias == (model_type == "qwen2") and c.qk_norm == (model_type == "qwen3")
-    assert not c.o_bias and not c.mlp_bias and not c.tie_word_embeddings
-    assert {info.file for info in ckpt.tensors.values()} == {f"model-0000{i}-of-00002.safetensors" for i in (1, 2)}
-
-
-@pytest.mark.parametrize("name", shapes())
-def test_real_head_layouts_open_and_hugging_face_loads_them(tmp_path, name):
-    folder = make_checkpoint(tmp_path / "m", **shapes()[name])
+@pytest.mark.parametrize("name, rope", zip(shapes(), [*ROPES, "default", "default"]))
+def test_real_head_layouts_open_with_any_rope_and_hugging_face_loads_them(tmp_path, name, rope):
+    folder = make_checkpoint(tmp_path / "m", **shapes()[name] | {"rope": rope, "shards": 2})
     config = open_checkpoint(folder).config
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == tuple(
         shapes()[name][key] for key in ("heads", "kv_heads", "head_dim")
     )
+    assert config.hf.rope_parameters == ROPES[rope]
     model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values())
     with torch.inference_mode():
         logits = model(torch.arange(12)[None]).logits
     assert 1 < logits.abs().max() < 30
-
-
-@pytest.mark.parametrize("attention, mlp", [(False, False), (True, False), (False, True), (True, True)])
-def test_the_biases_of_attention_and_of_the_mlp_are_two_things(attention, mlp):
-    made = ModelConfig.from_hf(AutoConfig.for_model("llama", attention_bias=attention, mlp_bias=mlp))
-    assert (made.qkv_bias, made.o_bias, made.mlp_bias) == (attention, attention, mlp)
 
 
 def test_a_stored_copy_of_a_tied_head_is_dropped_when_equal_and_refused_when_not(tmp_path):
@@ -121,9 +102,10 @@ def test_where_the_cache_is(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("home", ["", "/no/such/home"])
 def test_without_a_home_folder_the_cache_is_a_temporary_one_which_is_said_once(tmp_path, home):
-    code = "from tplab.checkpoint import cache_dir; print(cache_dir() == cache_dir(), cache_dir().parent)"
+    code = ("from tplab.checkpoint import cache_dir, open_checkpoint\nopen_checkpoint('fable').tokenizer()\n"
+            "print(cache_dir() == cache_dir(), cache_dir().parent)")
     env = {name: value for name, value in os.environ.items() if name not in ("TPLAB_CACHE", "XDG_CACHE_HOME")}
-    run = subprocess.run([sys.executable, "-c", code], env=env | {"HOME": home, "TMPDIR": str(tmp_path)}, timeout=100,
+    run = subprocess.run([sys.executable, "-c", code], env=env | {"HOME": home, "TMPDIR": str(tmp_path)}, timeout=300,
                          capture_output=True, text=True)
     assert run.stdout == f"True {tmp_path}\n" and os.listdir(tmp_path) == []
     assert run.stderr.count("there is no home folder for a cache") == 1 == run.stderr.count("\n"), run.stderr
@@ -173,7 +155,7 @@ def test_a_hub_model_that_cannot_be_reached_names_the_remedies(tmp_path, monkeyp
     code = "from tplab.checkpoint import *\ntry: open_checkpoint('someone/model-1')\n" \
            "except CheckpointError as e: print(e)"
     env = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300)
     assert "hub model 'someone/model-1' is not in the local hub cache" in run.stdout, run.stderr
     assert "'fable'" in run.stdout
 
@@ -200,5 +182,5 @@ def test_hub_ids_are_downloaded_by_name_without_pickles(tmp_path, monkeypatch):
 
 def test_importing_the_room_does_not_import_transformers():
     code = "import sys, tplab.checkpoint; print('transformers' in sys.modules, 'huggingface_hub' in sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert run.stdout.split() == ["False", "False"], run.stdout + run.stderr

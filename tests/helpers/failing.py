@@ -1,8 +1,10 @@
 """What the tests of failing ranks share."""
 
+import glob
 import os
 import re
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 
 from tplab.ranks import RankError, state
 
-SOON = 20  # seconds: nobody waits for the pool's 60. On a quiet machine it is one, which `test_how_soon` measures
+SOON = 50  # seconds: nobody waits for the pool's 60. On a quiet machine it is one, which `test_how_soon` measures
 
 
 def fails(pool, fn, *patterns, **options):
@@ -44,6 +46,11 @@ def light_path(folder) -> str:
             (package / "__init__.py").touch()  # or Python would go on to the real one
         (place / f"modeling_{model}.py").touch()
     return os.pathsep.join([str(Path(folder) / "light"), str(Path(__file__).resolve().parents[2])])
+
+
+def own_files():
+    """What this process has in the folder for temporary files, and no other one: its pools' private folders."""
+    return glob.glob(os.path.join(tempfile.gettempdir(), f"tplab-{os.getpid()}-*"))
 
 
 def descriptors():

@@ -4,14 +4,17 @@ import itertools
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
-from types import SimpleNamespace
+from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.failing import SOON
+from helpers.failing import SOON, light_path
 
 from tplab.pool import RankPool, launcher
 from tplab.ranks import RankError, all_reduce, rank, state
@@ -50,28 +53,11 @@ def test_how_soon(pool):
     assert any(interrupted(pool, fn, after=0.05) and took[-1] < 1 for _ in range(8))
 
 
-def test_while_python_computes(pool):
-    def fn():
-        while True:
-            pass
-
-    assert interrupted(pool, fn) == [True, True]
-
-
 def test_while_one_rank_waits_in_a_collective(pool):
     def fn():
         if rank() == 0:
             time.sleep(30)
         all_reduce(torch.ones(2))
-
-    assert interrupted(pool, fn) == [True, True]
-
-
-def test_while_one_rank_waits_in_gloo(pool):
-    def fn():
-        if rank() == 0:
-            time.sleep(30)
-        dist.recv(torch.ones(2), 0)
 
     assert interrupted(pool, fn) == [True, True]
 
@@ -118,30 +104,6 @@ def test_at_any_moment_of_short_runs(pool):
     assert pool.run(fn, 1) == [1, 1]
 
 
-def test_while_a_dead_rank_is_replaced(pool):
-    """Between the end of what belonged to it and its successor's start."""
-
-    class Pipe:
-        def __init__(self, pipe):
-            self.pipe = pipe
-
-        def __getattr__(self, name):
-            return getattr(self.pipe, name)
-
-        def close(self):
-            self.pipe.close()
-            process.pipe = self.pipe
-            raise KeyboardInterrupt
-
-    process = pool._processes[1]
-    process.pipe = Pipe(process.pipe)
-    os.kill(pool.pids[1], signal.SIGKILL)
-    process.child.join()
-    with pytest.raises(KeyboardInterrupt):
-        pool.run(rank)
-    assert pool.run(rank) == [0, 1]
-
-
 def test_a_second_interrupt_while_the_first_is_handled(pool):
     def fn():
         while True:
@@ -175,30 +137,60 @@ def test_what_was_printed_is_shown(pool, capsys):
     assert capsys.readouterr().out.splitlines() == ["[rank 0] so far", "[rank 1] so far"]
 
 
-def test_an_interrupt_while_a_rank_starts_makes_it_unwanted(monkeypatch):
-    class Interrupted(launcher._Start):
-        def start(self):
-            tasks.append(self)
-            raise KeyboardInterrupt
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_start_that_is_interrupted_leaves_no_process(monkeypatch, moment):
+    """Just before the request is sent, and just after the process has started."""
+    started, left, start_process = [], threading.Event(), launcher._process
 
-    tasks = []
-    monkeypatch.setattr(launcher, "_Start", Interrupted)
-    with pytest.raises(KeyboardInterrupt) as caught:
-        RankPool(2)
-    assert tasks[0].unwanted
+    def interrupted(spec):
+        if moment == "after":
+            started.append(start_process(spec))
+        os.kill(os.getpid(), signal.SIGINT)
+        assert left.wait(60)
+        if moment == "before":
+            started.append(start_process(spec))
+        return started[0]
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as caught:
+        patch.setattr(launcher, "_process", interrupted)
+        RankPool(1)
+    left.set()
     assert caught.value._render_traceback_() == ["KeyboardInterrupt: the ranks that were being started were ended"]
+    while not started or started[0].is_alive():
+        time.sleep(0.01)
 
 
-def test_an_interrupt_just_after_a_rank_has_started_ends_it(monkeypatch):
-    """The thread that started it has looked for an interrupt already, and found none."""
-    def interrupted(task):
-        launcher._Start.run(task)
-        raise KeyboardInterrupt
+LONG_START = """
+import signal, sys, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from tplab.pool import RankPool
+print("begin", flush=True)
+try:
+    RankPool(2).run(time.sleep, 60)
+except KeyboardInterrupt as error:
+    print(*error._render_traceback_(), flush=True)
+"""
 
-    calls = []
-    process = SimpleNamespace(kill=lambda: calls.append("killed"), join=lambda: calls.append("gone"))
-    monkeypatch.setattr(launcher._Start, "_process", lambda task: process)
-    monkeypatch.setattr(launcher._Start, "start", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        launcher.start(SimpleNamespace(rank=0, close=lambda: None))
-    assert calls == ["killed", "gone"]
+
+def servers(process):
+    return [child for child in psutil.Process(process.pid).children() if "forkserver" in " ".join(child.cmdline())]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no fork server elsewhere")
+@pytest.mark.parametrize("moment", ["the server starts", "the server imports", "the first rank starts"])
+def test_ctrl_c_while_ranks_start_gives_one_line(tmp_path, moment):
+    """As a terminal sends it: to the whole process group, the fork server among them."""
+    process = subprocess.Popen([sys.executable, "-c", LONG_START], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               text=True, start_new_session=True, env={
+                                   **os.environ, "TMPDIR": str(tmp_path), "PYTHONPATH": light_path(tmp_path)})
+    assert process.stdout.readline() == "begin\n"
+    while not (started := servers(process)):
+        time.sleep(0.001)
+    while moment == "the server imports" and "libtorch" not in Path(f"/proc/{started[0].pid}/maps").read_text():
+        time.sleep(0.001)
+    while moment == "the first rank starts" and not started[0].children():
+        time.sleep(0.001)
+    os.killpg(process.pid, signal.SIGINT)
+    lines = process.communicate(timeout=300)[0].splitlines()
+    assert len(lines) == 1 and lines[0].startswith("KeyboardInterrupt: the ranks ") and process.returncode == 0, lines
+    assert [path.name for path in tmp_path.iterdir() if path.name != "light"] == []

@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from tplab.pool import RankPool, shared_pool, transfer
+from tplab.pool import RankPool, shared_pool
 from tplab.pool.pool import latest_pool
-from tplab.ranks import CollectiveMismatch, OpRecord, RankError, errors
+from tplab.ranks import RankError
 
 
 @pytest.fixture(scope="module")
@@ -62,20 +62,11 @@ def test_errors_carry_the_number_of_their_cell(cell, shell, store):
     assert str(error) == f"cell In[{number + store}], line 2: invalid syntax: x = = 1"
 
 
-def test_a_rank_that_ends_without_a_word_is_placed_in_the_cell(cell, shell):
-    number = shell.execution_count
-    _, error = cell("%%ranks\nimport os\nif rank() == 1:\n    os._exit(3)")
-    assert str(error).startswith(
-        f"rank 1 died (exit code 3) in <module>, before any collective\n  cell In[{number}], line 2, in <module>\n"
-    )
-    assert "magic.py" not in str(error)
-
-
 def test_a_syntax_error_reaches_no_rank(cell):
-    number = latest_pool()._number
+    number = latest_pool().number_of_runs
     _, error = cell("%%ranks\nx = = 1")
     assert "line 2: invalid syntax" in str(error)
-    assert latest_pool()._number == number
+    assert latest_pool().number_of_runs == number
 
 
 def test_size_and_timeout(cell):
@@ -114,14 +105,3 @@ def test_names_of_the_notebook_are_at_hand(cell, shell):
     cell("%%ranks\nfrom os import sep as limit_of_path")
     shell.run_cell("limit_of_path = 7")
     assert cell("%%ranks\nlimit_of_path")[0] == "[rank 0] '/'\n[rank 1] '/'\n"  # what a cell imported is its own too
-
-
-def test_a_mismatch_is_told_anew_where_it_arrives(monkeypatch):
-    """The ranks find it, and they do not know the numbers of cells."""
-    records = [OpRecord(1, "all_reduce", (n,), "float32", 0, "code of a cell", 5, False) for n in (2, 3)]
-    sent = transfer.dumps(CollectiveMismatch.of(records))
-    monkeypatch.setattr(errors, "file_label", lambda file: {"code of a cell": "cell In[9]"}[file])
-    assert transfer.loads(sent).summary == (
-        "the ranks meet in different collectives: rank 0 calls all_reduce [2] float32 at cell In[9], line 5; "
-        "rank 1 calls all_reduce [3] float32 at cell In[9], line 5"
-    )

@@ -7,13 +7,10 @@ import time
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers.failing import fails, kept
 
 from tplab.pool import RankPool
-from tplab.pool.watch import RUNNING, Watch
 from tplab.ranks import CollectiveMismatch, RankError, all_gather, all_reduce, barrier, broadcast, op_log, rank
-from tplab.ranks.errors import Frame
 
 pytestmark = pytest.mark.usefixtures("usable_afterwards")
 
@@ -44,15 +41,6 @@ def test_skipped_while_a_third_rank_is_still_on_its_way():
 
     with RankPool(3) as three:
         fails(three, fn, r"^rank 1 returned; rank 0 waits in barrier at .*; rank 2 waits in barrier at ")
-
-
-def test_skipped_in_gloo(pool):
-    def fn():
-        if rank() == 0:
-            dist.recv(torch.ones(4), 1)
-
-    fails(pool, fn, r"^rank 1 returned; rank 0 waits in dist.recv at .*line \d+")
-    assert kept(pool) == [True, True]
 
 
 @pytest.mark.parametrize(
@@ -106,14 +94,6 @@ def test_after_a_failure_all_ranks_count_from_one(pool, end):
     fails(pool, fn, met=3)
     fails(pool, fn, met=1)
     assert isinstance(fails(pool, differ), CollectiveMismatch)
-
-
-def test_another_order(pool):
-    def fn():
-        for op in (all_reduce, all_gather) if rank() == 0 else (all_gather, all_reduce):
-            op(torch.ones(4))
-
-    fails(pool, fn, "rank 0 calls all_reduce .* rank 1 calls all_gather", r"≠ #\d")
 
 
 def test_a_mismatch_leaves_the_tensor_alone(pool):
@@ -173,22 +153,6 @@ def test_endless_call_that_holds_the_interpreter(pool):
         timeout=0.5,
     )  # fmt: skip
     assert kept(pool) == [True, False]
-
-
-def test_all_stuck_in_gloo(pool):
-    def fn():
-        dist.recv(torch.ones(4), 1) if rank() == 0 else dist.recv(torch.ones(4), 0)
-
-    fails(pool, fn, "rank 0 waits in dist.recv at .*; rank 1 waits in dist.recv at", timeout=0.5)
-
-
-def test_a_rank_that_left_gloo_between_two_looks_is_not_stuck(monkeypatch):
-    gloo = [Frame(os.path.join("torch", "distributed", "c.py"), 1, "all_reduce")]
-    stacks = iter([gloo, [], gloo, gloo])
-    monkeypatch.setattr("tplab.pool.watch.snapshot", lambda processes: {0: next(stacks)})
-    watch = object.__new__(Watch)
-    watch.status, watch.processes, watch._gloo_since = [RUNNING], [None], {}
-    assert [watch._stuck_in_gloo(now) for now in (0.0, 2.0, 4.0, 7.0)] == [False, False, False, True]
 
 
 def test_a_stopped_process(pool):

@@ -9,8 +9,6 @@ import torch.distributed as dist
 from helpers.failing import fails, kept
 
 from tplab.ranks import CollectiveMismatch, all_reduce, barrier, op_log, rank
-from tplab.ranks.group import Group
-from tplab.ranks.raw_calls import _TENSORS, logged
 
 pytestmark = pytest.mark.usefixtures("usable_afterwards")
 
@@ -133,12 +131,3 @@ def test_torch_says_itself_what_it_does_not_take(pool):
           r"rank 1 waits in dist.all_reduce at .*\(a consequence\)")
     fails(pool, lambda: dist.all_reduce(), r"^rank \d raised TypeError: all_reduce\(\) missing 1 required positional")
     assert kept(pool) == [True, True]
-
-
-def test_afterwards_torchs_own_functions_stand_in_their_places():
-    places = [(module, name) for module in (dist, dist.distributed_c10d) for name in _TENSORS]
-    before = [getattr(module, name) for module, name in places]
-    with pytest.raises(KeyboardInterrupt), logged(Group(0, 1)):
-        assert not any(getattr(*place) is old for place, old in zip(places, before))
-        raise KeyboardInterrupt
-    assert [getattr(*place) for place in places] == before

@@ -13,14 +13,13 @@ import sys
 import threading
 import time
 from collections import Counter
-from pathlib import Path
 
 import cloudpickle
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.failing import SOON, descriptors
+from helpers.failing import SOON, descriptors, own_files
 
 from tplab.pool import RankPool
 from tplab.ranks import RankError, all_gather, all_reduce, barrier, broadcast, rank
@@ -113,16 +112,15 @@ SHORT = {loops: 0.2, holds: 0.2, gloo: 0.2}
 
 
 def counts(pool):
-    """Processes, descriptors here and on the ranks, threads of the ranks, files in the private folder."""
+    """Of this process and its ranks: processes, descriptors, threads of a rank, files in the private folders."""
     ranks = [psutil.Process(pid) for pid in pool.pids]
     return {
         "processes": len(psutil.Process().children(recursive=True)),
         "descriptors": descriptors(),
         "descriptors of a rank": max(p.num_fds() for p in ranks),
         "threads of a rank": max(p.num_threads() for p in ranks),
-        "files": len(os.listdir(pool._folder)),
-        "folders": len(list(Path(pool._folder).parent.glob(f"tplab-{os.getpid()}-*"))),
-        "shared memory": len(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else 0,
+        "files": sum(len(files) for folder in own_files() for _, _, files in os.walk(folder)),
+        "folders": len(own_files()),
     }
 
 

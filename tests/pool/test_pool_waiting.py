@@ -4,14 +4,12 @@ import time
 from contextlib import ExitStack
 
 import pytest
-import torch
 
 from course.cost.steps import busy_process
 from tplab import RankPool
-from tplab.pool import waiting
 from tplab.pool.cores import available_cores
-from tplab.pool.waiting import LONG_SPIN, SHORT_SPIN, Contention, SpinBudget
-from tplab.ranks import all_reduce, rank
+from tplab.pool.waiting import LONG_SPIN, SHORT_SPIN, Contention
+from tplab.ranks import rank
 from tplab.ranks.context import current
 
 
@@ -34,15 +32,6 @@ def test_contention_is_measured_over_a_tenth_of_a_second_and_ends_below_the_shar
     assert not after(85, 17), "the same share does not begin it"
 
 
-def test_without_the_kernels_count_there_is_no_contention(monkeypatch):
-    def refused(*_):
-        raise FileNotFoundError
-
-    monkeypatch.setattr(waiting.os, "open", refused)
-    contention = Contention()
-    assert not contention.measure() and contention.before == (0, 0)
-
-
 def budget():
     return current().spin
 
@@ -57,24 +46,6 @@ def test_contention_of_one_rank_shortens_the_spin_budget_of_all():
             pool.run(pretend, contention)
             pool.run(budget)  # rank 1 may say so after the others have asked
             assert pool.run(budget) == [expected] * 3
-
-
-def test_a_rank_sleeps_when_its_spin_budget_is_spent(pool, tmp_path):
-    """And is woken by the late one."""
-    def meet(spin):
-        group, x, slept = current(), torch.ones(16), []
-        group.spin, sleep = spin, group._sleep
-        group._sleep = lambda *where: slept.append((tmp_path / "asleep").touch()) or sleep(*where)
-        try:
-            while rank() and spin == SHORT_SPIN and not (tmp_path / "asleep").exists():
-                time.sleep(0.001)
-            all_reduce(x)
-        finally:
-            del group._sleep
-        return x[0].item(), bool(slept)
-
-    assert pool.run(meet, SHORT_SPIN) == [(2.0, True), (2.0, False)]
-    assert pool.run(meet, SpinBudget(1 << 40, 1 << 40)) == [(2.0, False)] * 2
 
 
 @pytest.mark.skipif(not Contention().before[0], reason="this system does not count it")

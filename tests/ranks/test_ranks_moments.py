@@ -3,22 +3,10 @@
 import subprocess
 import sys
 
-import pytest
 import torch
 
-from tplab.ranks import RankError, all_gather, all_reduce, broadcast, logical_ranks, op_log, rank
-from tplab.ranks.errors import Abandoned
+from tplab.ranks import all_gather, all_reduce, broadcast, logical_ranks, rank
 from tplab.ranks.group import Group
-from tplab.ranks.logical import _Rendezvous
-
-
-def test_a_logical_rank_that_has_met_the_others_goes_on_though_one_has_failed_since():
-    rendezvous = _Rendezvous(2)
-    rendezvous.steps[1] = rendezvous.pieces[1][1] = 1
-    rendezvous.failed(1, ValueError())
-    assert rendezvous.exchange(0, 0) == [0, 1]
-    with pytest.raises(Abandoned):
-        rendezvous.exchange(0, 0)
 
 
 def test_pieces_longer_than_one_swap_takes(monkeypatch):
@@ -35,15 +23,6 @@ def test_pieces_longer_than_one_swap_takes(monkeypatch):
         assert torch.equal(total, sum(rows)) and torch.equal(word, rows[1])
         for found, n in zip(joined, ([7, 1, 0], [0, 3, 7], [2, 6, 4]), strict=True):
             assert torch.equal(found, torch.cat([row[:k] for row, k in zip(rows, n)]))
-
-
-def test_eight_dimensions_and_no_more(run):
-    def fn():
-        with pytest.raises(RankError, match="at most 8 dimensions"):
-            all_reduce(torch.ones([1] * 9))
-        return all_reduce(torch.ones([1] * 8)).shape, op_log()[-1].shape
-
-    assert run(fn) == [((1,) * 8, (1,) * 8)] * 3
 
 
 TRACED_BESIDE_A_SLEEPER = """
@@ -71,5 +50,5 @@ print(found)
 
 
 def test_a_thread_that_sleeps_on_does_not_stop_others_that_are_traced():
-    ran = subprocess.run([sys.executable, "-c", TRACED_BESIDE_A_SLEEPER], capture_output=True, text=True, timeout=120)
+    ran = subprocess.run([sys.executable, "-c", TRACED_BESIDE_A_SLEEPER], capture_output=True, text=True, timeout=300)
     assert ran.stdout.splitlines()[-1] == "10" and "rank" in ran.stdout, ran.stdout + ran.stderr

@@ -1,15 +1,11 @@
 """The op log: order, shapes and call sites; what it keeps, and what it costs."""
 
-import struct
-import sys
-import timeit
 
 import pytest
 import torch
 
 from tplab.ranks import OpRecord, all_gather, all_reduce, barrier, op_log
 from tplab.ranks.errors import side_by_side
-from tplab.ranks.oplog import RECORDS, OpLog
 
 
 def test_the_log_has_order_shapes_and_call_sites(run):
@@ -62,44 +58,3 @@ def test_the_log_knows_every_file(run):
         return [record.file for record in op_log()[-301:]]
 
     assert run(fn) == [[*(f"<cell {i}>" for i in range(300)), "/" + "x" * 510]] * 3
-
-
-def test_a_reader_sees_no_old_record_under_the_new_name_while_it_is_replaced():
-    log, frames, seen = OpLog(), [], []
-    for name in "old", "new":
-        scope = {"sys": sys}
-        exec(compile("frame = sys._getframe()", name, "exec"), scope)
-        frames.append(scope["frame"])
-
-    class Noted(list):
-        def __setitem__(self, index, file):
-            seen.append(log.record(log.seq - RECORDS))
-            super().__setitem__(index, file)
-
-    for _ in range(RECORDS):
-        log.enter(4, (), 0, 0, frames[0])
-    log._noted = Noted(log._noted)
-    log.enter(4, (), 0, 0, frames[1])
-    assert seen == [None] and [log.record(n).file for n in (2, RECORDS + 1)] == ["old", "new"]
-    log.clear()
-    assert log.records() == [] and log.record(0) is None and log.last_seq() == log.seq == 0
-
-
-def test_records_after_a_number_begin_behind_it():
-    log, frame = OpLog(), sys._getframe()
-    for _ in range(5):
-        log.enter(4, (), 0, 0, frame)
-    assert [record.seq for record in log.records(3)] == [4, 5] and log.records(5) == []
-
-
-def test_a_record_costs_little():
-    """About three times as much as one write of so many numbers; to read a file, or format a stack, costs more."""
-    log, frame, numbers, memory = OpLog(), sys._getframe(), struct.Struct("=17q"), bytearray(200)
-
-    def record():
-        log.enter(1, (1, 576), 1, 0, frame)
-        log.leave()
-
-    ours, one = (min(timeit.repeat(fn, number=500, repeat=20))
-                 for fn in (record, lambda: numbers.pack_into(memory, 0, *range(17))))
-    assert ours < 8 * one

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from tplab.ranks import RankError, join_torchrun
-from tplab.ranks.torchrun import under_torchrun
 
 
 def torchrun(tmp_path, source, *options, size=2):
@@ -19,27 +18,22 @@ def torchrun(tmp_path, source, *options, size=2):
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), "--master-addr", "127.0.0.1",
          "--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", *options, str(file)],
         env={**os.environ, "PYTHONPATH": root, "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(tmp_path)},
-        capture_output=True, text=True, timeout=90,
+        capture_output=True, text=True, timeout=300,
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def said(tmp_path_factory):
-    """What two ranks say in one run of several parts: of gloo's threads rank 0, of all else rank 1."""
+def lines(tmp_path_factory):
+    """What rank 1 of two says in one run of several parts."""
     done = torchrun(
         tmp_path_factory.mktemp("torchrun"),
         """
-import atexit, pathlib, time
+import pathlib, time
 from tplab.ranks.oplog import DTYPES
 
 def tell(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # whole lines: print writes their ends apart here
 
-def threads():
-    names = {task.read_text().strip() for task in pathlib.Path("/proc/self/task").glob("*/comm")}
-    tell("gloo's threads:", any("gloo" in name for name in names))
-if sys.platform == "linux" and os.environ["RANK"] == "0":
-    atexit.register(threads)  # runs after what is registered later
 assert under_torchrun()
 me, size = join_torchrun(strict=True)
 import torch.distributed.nn.functional  # as transformers does
@@ -79,17 +73,10 @@ for dtype in DTYPES[1:]:
     assert total.tolist() == torch.tensor([1, 2, 0]).to(dtype).tolist(), dtype
     assert torch.equal(broadcast(mine, 1), torch.tensor([1, 1, 0]).to(dtype)), dtype
 say("all dtypes")
-if sys.platform == "linux" and me == 0:
-    threads()
 """,
     )
     assert done.returncode == 0, done.stderr
     return [line for line in done.stdout.splitlines() if line]
-
-
-@pytest.fixture(scope="module")
-def lines(said):
-    return [line for line in said if not line.startswith("gloo's threads")]
 
 
 def test_collectives_give_what_a_pool_gives(lines):
@@ -111,21 +98,7 @@ def test_a_lost_rank_is_named_with_the_line(tmp_path):
     assert "rank 0 waited in all_reduce [2] float32 at line 7 of spmd.py" in done.stderr
 
 
-@pytest.mark.parametrize("given, under", [
-    ((), False), (("RANK",), False), (("TORCHELASTIC_RUN_ID",), False), (("RANK", "TORCHELASTIC_RUN_ID"), True)])
-def test_what_torchrun_leaves_in_the_environment(monkeypatch, given, under):
-    for name in "RANK", "TORCHELASTIC_RUN_ID":
-        monkeypatch.setenv(name, "0") if name in given else monkeypatch.delenv(name, raising=False)
-    assert under_torchrun() is under
-
-
 def test_without_torchrun_it_says_what_is_missing(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(RankError, match="RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT not set; start this with torchrun"):
         join_torchrun()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_no_thread_of_gloo_outlives_the_group(said):
-    """One that does aborts the process in about one exit of ten: it drops a tensor when Python is ending."""
-    assert [line for line in said if line.startswith("gloo")] == ["gloo's threads: True", "gloo's threads: False"]

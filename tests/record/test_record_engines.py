@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from tplab.align.check.folder import RecordingError, read_recorded
+from tplab.align.check.folder import read_recorded
 from tplab.record import record
 
 
@@ -59,21 +59,7 @@ def test_a_call_is_readable_while_it_hangs(tmp_path):
     assert only(seen[1], "linear")[0].shape == (2,)
 
 
-def test_an_interrupted_run_does_not_hide_the_next_call(tmp_path):
-    def function(x):
-        if x:
-            raise KeyboardInterrupt
-
-    model = Calls(function)
-    with record(tmp_path, rank=0, world_size=1) as rec:
-        rec.watch(model)
-        with pytest.raises(KeyboardInterrupt):
-            model(torch.tensor(1))
-        model(torch.tensor(0))
-    assert [only(call, "", "in")[0].item() for call in read_recorded(tmp_path).ranks[0].calls] == [1, 0]
-
-
-@pytest.mark.parametrize("how", ["compiled", "compiled in place", "compiled within", "compiled afterwards", "function"])
+@pytest.mark.parametrize("how", ["compiled", "compiled in place", "compiled afterwards"])
 def test_compiled_modules_are_recorded_uncompiled(tmp_path, how):
     model = Toy()
     call = model
@@ -82,10 +68,6 @@ def test_compiled_modules_are_recorded_uncompiled(tmp_path, how):
         call = torch.compile(model, backend="eager")
     elif how == "compiled in place":
         model.compile(backend="eager")
-    elif how == "compiled within":
-        model.layers[0] = torch.compile(model.layers[0], backend="eager")
-    elif how == "function":
-        call = torch.compile(lambda ids: model(ids), backend="eager")
     call(IDS)  # compiled before a hook is there
 
     def run(rec):
@@ -95,27 +77,10 @@ def test_compiled_modules_are_recorded_uncompiled(tmp_path, how):
         if how == "compiled afterwards":
             call = torch.compile(model, backend="eager")
         assert torch.equal(call(IDS), expected)
-    found, = recorded(tmp_path, run)
-    assert len(only(found, "layers.0")) == 2 and torch.equal(only(found, "")[0], expected)
+    recording, = recorded(tmp_path, run)
+    assert len(only(recording, "layers.0")) == 2 and torch.equal(only(recording, "")[0], expected)
     assert set(read_recorded(tmp_path).ranks[0].parameters) == set(dict(Toy().named_parameters()))
     assert torch.compiler.is_compiling() is False
-
-
-def test_runs_of_one_process_group_are_told_apart(tmp_path):
-    """Into folders of the same name, as in a second recording."""
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        for at in ("first", "second"):
-            for rank in (1, 0):
-                with record(tmp_path / at / "run", rank=rank, world_size=2):
-                    pass
-            assert len(read_recorded(tmp_path / at / "run").ranks) == 2
-    finally:
-        dist.destroy_process_group()
-    shutil.rmtree(tmp_path / "first/run/rank1")
-    shutil.copytree(tmp_path / "second/run/rank1", tmp_path / "first/run/rank1")
-    with pytest.raises(RecordingError, match="two runs are mixed: rank0 says"):
-        read_recorded(tmp_path / "first/run")
 
 
 def test_tensors_of_torchs_own_tensor_parallelism_are_this_ranks_share(tmp_path):
@@ -180,12 +145,11 @@ def test_one_file_beside_an_engine_where_tplab_is_not_installed(tmp_path, root, 
                               env=environment | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
              for rank in range(2)]
     try:
-        errors = [rank.communicate(timeout=120)[1] for rank in reversed(ranks)][::-1]
+        errors = [rank.communicate(timeout=300)[1] for rank in reversed(ranks)][::-1]
     finally:
         for rank in ranks:
             rank.kill()
-    found = read_recorded(tmp_path / "run")
-    calls = [rank.calls[0] for rank in found.ranks]
+    calls = [rank.calls[0] for rank in read_recorded(tmp_path / "run").ranks]
     assert all(call.input_ids.tolist() == [1, 2] and call.positions.tolist() == [0, 1] for call in calls)
     partial = [only(call, "0")[0] for call in calls]
     assert partial[0].shape == (2, 4) and not torch.equal(*partial)

@@ -4,11 +4,10 @@ import gc
 import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers.modules import Calls, recorded
+from helpers.modules import recorded
 from torch import nn
 
 from tplab.align.check.folder import read_recorded
@@ -54,36 +53,6 @@ def test_tensors_without_memory_are_said_and_never_read(tmp_path):
     assert {why.partition(" cannot")[0] for why in call.left_out} == {"Wrapper", "FakeTensor", "Tensor"}
     rank, = read_recorded(tmp_path).ranks
     assert set(rank.parameters) == {"w.weight", "w.bias"} and len(rank.left_out) >= 2
-
-
-def test_branches_that_run_at_once(tmp_path):
-    branches = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
-
-    def run(rec):
-        rec.watch(branches, "b")
-        rec.inputs([0])
-        with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda at: [branches[at % 8](torch.full((1, 64), float(at))) for _ in range(20)], range(16)))
-    call, = recorded(tmp_path, run)
-    assert len(call.entries) == 2 * 16 * 20
-    for name in {entry.name for entry in call.entries}:
-        for nth in range(40):
-            x, y = (entry.tensor() for entry in call.entries if (entry.name, entry.nth) == (name, nth))
-            assert torch.equal(branches[int(name.rpartition(".")[2])](x), y)
-
-
-def test_a_module_that_returns_nothing_while_an_error_is_handled(tmp_path):
-    silent, failing = Calls(lambda: None), Calls(lambda: 1 / 0)
-
-    def run(rec):
-        rec.watch(silent, "silent")
-        rec.watch(failing, "failing")
-        try:
-            failing()
-        except ZeroDivisionError:
-            silent()
-    call, = recorded(tmp_path, run)
-    assert call.raised == ("failing: ZeroDivisionError: division by zero",)
 
 
 def test_a_recorder_that_was_dropped_leaves_no_trace(tmp_path):

@@ -11,7 +11,7 @@ from helpers.checkpoints import make_checkpoint
 from tplab import LLM, SamplingParams, show
 from tplab.cache import slot_mapping
 from tplab.faults import fault
-from tplab.show.drawings.blocks import _worth_drawing, short, tint
+from tplab.show.drawings.blocks import _worth_drawing, short
 
 SVG = "{http://www.w3.org/2000/svg}"
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
 def recorded(folder, prompts=PROMPTS, arrivals=None, **options):
     options = {"block_size": 4, "num_blocks": 12, "strict": True, **options}
     with LLM(folder, 1, logical=True, **options) as llm:
-        return show.record(llm, prompts, PARAMS, arrivals)
+        return show.engine_steps(llm, prompts, PARAMS, arrivals)
 
 
 @pytest.fixture(scope="module")
@@ -59,13 +59,6 @@ def test_every_moment_has_the_users_and_the_contents_of_its_blocks(folder, run, 
             assert not any(stored[len(tokens):]), "not written: empty, also in a used block"
 
 
-def test_a_recording_of_a_model_with_a_tokenizer_has_texts(run):
-    assert run.texts == [output.outputs[0].text for output in run.outputs]
-    with LLM("fable", 1, logical=True, block_size=4, num_blocks=8) as llm:
-        told = show.record(llm, ["Once there was"], SamplingParams(temperature=0, max_tokens=2, ignore_eos=True))
-    assert "".join(told.moments[0].contents[0]).startswith("Once there was") and told.texts[0].startswith(" a")
-
-
 def test_the_first_moment_of_a_shared_prefix_writes_only_what_is_its_own(run):
     moment = run.moment(2)
     assert moment.tables[1][:2] == moment.tables[0][:2]
@@ -80,22 +73,6 @@ def test_a_token_in_a_cell(text, drawn):
     assert short(text) == drawn
 
 
-def test_places_are_white_tinted_or_grey_by_the_use_of_their_block(run):
-    seen = set()
-    for moment in run.moments:
-        shown = ET.fromstring(show.blocks_figure(run, [moment.step]).svg)
-        cells = [node.get("fill") for node in shown.iter(f"{SVG}rect")
-                 if (node.get("width"), node.get("height"), node.get("stroke")) == ("36", "18", "#b8b8b8")]
-        for block in range(run.num_blocks):
-            users = moment.users(block)
-            for place, text in enumerate(moment.contents[block]):
-                fill = "#ffffff" if not users or not text else tint(users[0]) if len(users) == 1 else "#e6e6e6"
-                assert cells[4 * block + place] == fill
-                seen.add((len(users), bool(text)))
-    assert {(0, True), (1, False), (1, True), (2, True)} <= seen
-    assert tint(0, 0.0) == "#0072b2" and tint(0, 1.0) == "#ffffff" and tint(8) == tint(0)
-
-
 def test_the_drawing_names_every_block_with_its_users(run):
     drawn = texts(show.blocks_figure(run, [2]).svg)
     assert "after step 2" in drawn and {"0: seq 0", "seq 1"} < set(drawn) and "0: seq 1" not in drawn
@@ -104,12 +81,6 @@ def test_the_drawing_names_every_block_with_its_users(run):
     assert at["1"][0] > at["0"][0] and at["1"][1] == at["0"][1] < at["6"][1] == at["11"][1], "six in a line"
     assert drawn.count("seq 1") >= 3
     assert sum(text is not None and text.split(":")[0].isdigit() and ":" in text for text in drawn) == run.num_blocks
-
-
-def test_a_free_block_is_drawn_as_kept_where_it_can_be_found(run):
-    moment, drawn = run.moments[-1], texts(show.blocks_figure(run).svg)
-    assert not moment.tables
-    assert [f"{b}: free, kept" in drawn for b in range(run.num_blocks)] == list(moment.findable)
 
 
 def test_a_leaked_block_stands_out(folder):
@@ -139,11 +110,6 @@ def test_slots_are_drawn_where_the_mapping_puts_them():
     assert len(inks) == 24 and inks["0"] == "#8a8a8a"
 
 
-def test_drawings_do_not_change_from_run_to_run_and_escape_tokens(folder):
-    assert show.blocks_figure(recorded(folder), [1, 2]).svg == show.blocks_figure(recorded(folder), [1, 2]).svg
-    assert "<b>&" in texts(show.slots_figure([0], ["<b>&"]).svg)
-
-
 def test_of_a_large_pool_only_what_is_used_is_drawn_and_the_rest_is_counted(folder):
     large = recorded(folder, num_blocks=300)
     words = [word or "" for word in texts(show.blocks_figure(large, [1]).svg)]
@@ -165,65 +131,6 @@ def test_the_stepper_redraws(run):
     for steps, then in ((1, 5), (-2, 3), (-99, 1), (99, len(run.moments))):
         stepper.go(steps)
         assert stepper.step.value == then and f"After step {then}:" in stepper.picture.value
-
-
-def test_mistakes_are_told(folder, run):
-    for wrong in (99, 0, -1):
-        with pytest.raises(show.ShowError, match=f"no step {wrong}; the recording has 1 to {len(run.moments)}"):
-            run.moment(wrong)
-    full = show.slots_figure([3, 0], "abcdefgh")
-    assert "positions 4–7 in block 0, slots from 0" in full.alt_text
-    cells = [(node.get("x"), node.get("fill")) for node in ET.fromstring(full.svg).iter(f"{SVG}rect")
-             if (node.get("y"), node.get("stroke")) == ("176", "#b8b8b8")]
-    wide = 4 * 36 + 10
-    assert [fill for _, fill in cells] == [tint(1)] * 4 + ["#ffffff"] * 8 + [tint(0)] * 4 + ["#ffffff"] * 8
-    assert [float(x) for x, _ in cells[::4]] == [8 + wide * block for block in range(6)]
-    with pytest.raises(show.ShowError, match="5 tokens do not fit into 1 blocks of 4"):
-        show.slots_figure([0], "abcde")
-    with LLM(folder, 1, logical=True) as llm:
-        for wrong in ([2, 1, 0], [0, 1]):
-            with pytest.raises(show.ShowError, match="rising"):
-                show.record(llm, PROMPTS, PARAMS, arrivals=wrong)
-        llm.add_request(PROMPTS[0], PARAMS)
-        with pytest.raises(show.ShowError, match="unfinished"):
-            show.record(llm, PROMPTS, PARAMS)
-
-
-def test_a_step_of_one_sequence_is_drawn_as_it_was(folder):
-    """Eleven tokens are read in the first step, one is written in each of the next."""
-    run = recorded(folder, prompts=PROMPTS[:1])
-    for step, computed in ((1, 11), (2, 12), (3, 13)):
-        moment = run.moment(step)
-        assert len(moment.fresh) == (11 if step == 1 else 1)
-        drawn = ET.fromstring(show.blocks_figure(run, [step]).svg)
-        shown = [node.text for node in drawn.iter(f"{SVG}text")]
-        assert f"running, {computed} tokens" in shown and f"{-(-computed // 4)} of 12 blocks used" in shown
-        frames = [node.get("fill") for node in drawn.iter(f"{SVG}rect") if node.get("stroke") == "#222"]
-        assert frames.count("none") == len(moment.fresh)
-    ids, ((block, place),) = run.outputs[0].outputs[0].token_ids, run.moments[-1].fresh
-    assert run.moments[-1].contents[block][place] == str(ids[-2]), "who has finished has written all the same"
-
-
-def test_shared_blocks_are_used_once_and_what_a_freed_block_held_is_shown_only_where_it_can_be_found(folder, run):
-    assert "4 of 12 blocks used" in texts(show.blocks_figure(run, [2]).svg), "two of them have two users"
-    run = recorded(folder, prompts=[[50, 51, 52, 53, 54]], enable_prefix_caching=False)
-    drawn = texts(show.blocks_figure(run).svg)
-    assert run.moments[-1].contents[0][0] == "50" and not any(run.moments[-1].findable) and "50" not in drawn
-
-
-def test_steps_stand_below_each_other_in_their_order_and_nothing_is_called_leaked_that_is_used(run):
-    figure = show.blocks_figure(run, [1, 3])
-    assert [text for text in texts(figure.svg) if text and text.startswith("after")] == ["after step 1", "after step 3"]
-    first, _, second = figure.alt_text.partition(". After step 3: ")
-    assert first.startswith("Figure: block tables and pool. After step 1: sequence 0 (running, 11 tokens)") and second
-    assert "leaked" not in figure.alt_text + figure.svg
-
-
-def test_a_stroke_goes_through_each_place_that_is_reserved_and_not_used(run):
-    for moment in run.moments[:4]:
-        strokes = ET.fromstring(show.blocks_figure(run, [moment.step]).svg).iter(f"{SVG}path")
-        assert sum(1 for _ in strokes) == sum(
-            not text for block in range(run.num_blocks) if moment.users(block) for text in moment.contents[block])
 
 
 def test_the_stepper_is_stored_as_a_picture_and_a_view(run, capsys):

@@ -17,8 +17,9 @@ import os
 import signal
 
 PARENT = os.getppid()  # the notebook's process; asked now, for it may end during the imports
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher blocks it until here
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 gc.disable()
-signal.signal(signal.SIGINT, signal.SIG_IGN)

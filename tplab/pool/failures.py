@@ -2,7 +2,7 @@
 
 from tplab.pool import transfer
 from tplab.pool.control_block import ANSWERED_AT
-from tplab.pool.rank_process import gloo_call, in_gloo, snapshot
+from tplab.pool.rank_process import snapshot
 from tplab.ranks.errors import Cause, CollectiveMismatch, Frame, RankError, learner_frames, waiting
 
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection refused")
@@ -40,16 +40,14 @@ def _unfinished(watch, consequence=False) -> list[Cause]:
     """Where the ranks are that have not finished."""
     ops = {r: watch.waits_in(r) for r in watch.running()}
     causes = [waiting(r, record, consequence=consequence) for r, record in ops.items() if record is not None]
-    stacks = snapshot([watch.processes[r] for r, record in ops.items() if record is None])
-    return causes + [_in_code(r, frames, consequence) for r, frames in stacks.items()]
-
-
-def _in_code(r, frames, consequence):
-    lines = learner_frames(frames)
-    kind, text = "running", "is still running" + (f" at {lines[-1]}" if lines else ", in code that does not say where")
-    if in_gloo(frames):
-        kind, text = "waiting", f"waits in dist.{gloo_call(frames)} at {lines[-1]}"
-    return Cause(r, kind, text, lines, consequence=consequence)
+    computing = [r for r, record in ops.items() if record is None]
+    if consequence:  # healthy: where they are explains nothing
+        return causes + [Cause(r, "running", "is still running", consequence=True) for r in computing]
+    for r, frames in snapshot([watch.processes[r] for r in computing]).items():
+        lines = learner_frames(frames)
+        text = f"is still running at {lines[-1]}" if lines else "is still running, in code that does not say where"
+        causes.append(Cause(r, "running", text, lines))
+    return causes
 
 
 def _returned(watch):
@@ -81,10 +79,8 @@ def _death(watch, r):
     elif record is not None:
         frames = [Frame(record.file, record.line, "")]
         text += f" {'after' if record.left else 'in'} {record.op} at {frames[0]}"
-    elif hasattr(watch.fn, "__code__"):
-        code = watch.fn.__code__
-        text += f" in {code.co_name}, before any collective"
-        frames = [Frame(code.co_filename, code.co_firstlineno, code.co_name)]
+    else:
+        text += " before any collective"
     return Cause(r, "died", text, frames, at=watch.died_at[r])
 
 

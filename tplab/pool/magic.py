@@ -13,8 +13,8 @@ from tplab.ranks import context
 from tplab.ranks.errors import RankError, location
 
 # Names that every cell has without an import.
-_GIVEN = ("rank", "world_size", "all_reduce", "all_gather", "broadcast", "barrier", "state", "op_log")
-_own_names = weakref.WeakKeyDictionary()  # pool -> names that cells have defined on its ranks
+_BUILT_IN = ("rank", "world_size", "all_reduce", "all_gather", "broadcast", "barrier", "state", "op_log")
+_defined_names = weakref.WeakKeyDictionary()  # pool -> names that cells have defined on its ranks
 
 
 def load_ipython_extension(shell) -> None:
@@ -38,9 +38,9 @@ def run_cell(shell, line: str, cell: str) -> None:
     except SyntaxError as error:
         raise RankError(f"{location(label, error.lineno)}: {error.msg}: {(error.text or '').strip()}") from None
     pool = latest_pool() if options.size is None else shared_pool(options.size)
-    own = _own_names.setdefault(pool, {"torch", *_GIVEN})
-    own |= {symbol.get_name() for symbol in names.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
-    wanted = _global_names(names) - own - set(shell.user_ns_hidden)
+    defined = _defined_names.setdefault(pool, {"torch", *_BUILT_IN})
+    defined |= {symbol.get_name() for symbol in names.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    wanted = _global_names(names) - defined - set(shell.user_ns_hidden)
     notebook = {name: shell.user_ns[name] for name in sorted(wanted) if name in shell.user_ns}
     pool.run(_Cell(source, label), notebook=notebook, timeout=options.timeout)
 
@@ -62,11 +62,6 @@ class _Cell:
         if value is not None:
             print(repr(value))
 
-    @property
-    def __code__(self):
-        """What an error shows for a rank that died without saying where."""
-        return compile(self.source, self.label, "exec").replace(co_firstlineno=2)
-
 
 def _cell_name(shell) -> str:
     """``In[3]``, IPython's name of the running cell; `execution_count` may already be the next one's."""
@@ -85,7 +80,7 @@ def _namespace() -> dict:
 
         import tplab.ranks as ranks
 
-        group.namespace = {"__name__": "__main__", "torch": torch, **{name: getattr(ranks, name) for name in _GIVEN}}
+        group.namespace = {"__name__": "__main__", "torch": torch, **{name: getattr(ranks, name) for name in _BUILT_IN}}
     return group.namespace
 
 

@@ -3,20 +3,18 @@
 import atexit
 import itertools
 import os
+import shutil
 import sys
 import tempfile
 import threading
 import weakref
-from contextlib import suppress
 
 from tplab.checks import quoted, whole_number
 from tplab.patch import in_force
-from tplab.pool import capture, launcher, transfer
+from tplab.pool import capture, transfer
 from tplab.pool.control_block import ANSWERED, JOIN, PRINTED, RUN, SETUP, Command, ControlBlock
-from tplab.pool.private_folder import make_folder, remove_folder
 from tplab.pool.rank_process import RankProcess, end_all
-from tplab.pool.shared_file import SharedFile, no_room
-from tplab.pool.system_limits import too_few_threads, why_not
+from tplab.pool.shared_file import SharedFile
 from tplab.pool.watch import Watch
 from tplab.ranks import context
 from tplab.ranks.errors import RankError, seconds
@@ -41,8 +39,6 @@ class RankPool:
     def __init__(self, size: int = 2, timeout: float = 60.0, strict: bool = False):
         _refuse_inside_rank("RankPool")
         self.size = size = _pool_size(size)
-        if why := why_not(size):
-            raise RankError(why)
         self.timeout, self.strict, self.closed = seconds(timeout), strict, False
         self._lock, self._owner = threading.Lock(), None  # the thread that runs at the moment
         self._pid, self._made = os.getpid(), next(_births)
@@ -51,8 +47,8 @@ class RankPool:
         self._set_up = self._watch = None
         self._folder = _private_folder()
         try:
-            self._memory = SharedFile("control-block", self._folder, ControlBlock.bytes_needed(size))
-            self._inbox = SharedFile("inbox", self._folder)
+            self._memory = SharedFile("control-block", ControlBlock.bytes_needed(size))
+            self._inbox = SharedFile("inbox")
             self._control = ControlBlock(self._memory, size)
             self._processes = [RankProcess(self, r) for r in range(size)]
             _open_pools.add(self)
@@ -99,7 +95,7 @@ class RankPool:
             self._owner = threading.get_ident()
             try:
                 self._ready()
-                return self._run(RUN, payload, timeout, fn)
+                return self._run(RUN, payload, timeout)
             except KeyboardInterrupt as error:
                 _shorten(error, "the ranks were stopped; the pool can be used")
                 raise
@@ -112,7 +108,7 @@ class RankPool:
             return
         self.closed = True
         end_all(getattr(self, "_processes", []))
-        remove_folder(self._folder)
+        shutil.rmtree(self._folder, ignore_errors=True)
         _open_pools.discard(self)
         # A run in another thread ends when its ranks have died; only then can the memory be freed.
         waited = self._owner != threading.get_ident() and self._lock.acquire(timeout=10)
@@ -130,10 +126,10 @@ class RankPool:
         if hasattr(self, "_folder"):
             self.close()
 
-    def _run(self, kind, payload, timeout, fn):
+    def _run(self, kind, payload, timeout):
         before = [log.last_seq() for log in self._control.logs]
         self._fresh = True  # until all ranks have answered well
-        self._watch = Watch(self, before, timeout, fn, self._number + 1)
+        self._watch = Watch(self, before, timeout, self._number + 1)
         try:
             self._inbox.put(payload)
             self._post(kind, len(payload))
@@ -161,7 +157,7 @@ class RankPool:
             self._join()
         folder = _working_folder()
         if self._set_up != (sys.path, folder):
-            self._run(SETUP, transfer.dumps((None, (list(sys.path), folder), {}, ())), _JOIN_TIMEOUT, None)
+            self._run(SETUP, transfer.dumps((None, (list(sys.path), folder), {}, ())), _JOIN_TIMEOUT)
             self._set_up = (list(sys.path), folder)
 
     def _join(self):
@@ -179,12 +175,10 @@ class RankPool:
         try:
             for process in dead:
                 process.start(self)
-            Watch(self, [0] * self.size, _JOIN_TIMEOUT, None, self._number).results()
-        except BaseException as error:
+            Watch(self, [0] * self.size, _JOIN_TIMEOUT, self._number).results()
+        except BaseException:
             # Those that have not joined wait in gloo's rendezvous for the others.
             end_all([m for m in self._processes if self._control.word(m.rank, ANSWERED) != self._number])
-            if isinstance(error, RankError) and (why := too_few_threads(self.size)):
-                raise RankError(why) from None
             raise
         finally:
             for process in self._processes:
@@ -199,7 +193,7 @@ class RankPool:
     def _refuse_unusable(self):
         if self._pid != os.getpid():
             raise RankError(f"this pool belongs to process {self._pid}, of which this process ({os.getpid()}) is a "
-                            "fork; make a RankPool here")
+                            "fork; use it there")
         if self.closed:
             raise RankError(f"this pool of {self.size} ranks is closed; make a new one: RankPool({self.size})")
         if self._owner == threading.get_ident():
@@ -227,17 +221,6 @@ def _close_all() -> None:
         pool.close()
 
 
-def _disown() -> None:
-    """In a fork of this process: the ranks are the parent's; they must notice nothing."""
-    for process in (process for pool in _open_pools for process in pool._processes):
-        process.disown()
-    if len(_open_pools):
-        launcher.forget()
-
-
-os.register_at_fork(after_in_child=_disown)
-
-
 def _read(rank, answer):
     try:
         return transfer.loads(answer)
@@ -252,10 +235,10 @@ def _shorten(error: BaseException, words: str) -> None:
 
 
 def _pool_size(size) -> int:
-    found = whole_number(size, 1, 64)
-    if found is None:
+    number = whole_number(size, 1, 64)
+    if number is None:
         raise RankError(f"a pool has 1 to 64 ranks, not {quoted(size)}")
-    return found
+    return number
 
 
 def _refuse_inside_rank(what: str) -> None:
@@ -272,25 +255,22 @@ def _working_folder() -> str | None:
 
 
 def _private_folder() -> str:
-    """A folder for gloo's rendezvous. Raises `RankError` if there is no room for its small files."""
-    folder = None
+    """A new folder of mode 0700 for gloo's rendezvous. Raises `RankError` where none can be made."""
     try:
-        folder = make_folder()
-        with tempfile.NamedTemporaryFile(dir=folder) as probe:
-            probe.write(bytes(64 * 1024))
-        return folder
+        return tempfile.mkdtemp(prefix=f"tplab-{os.getpid()}-")
     except OSError as error:
-        if folder is not None:
-            remove_folder(folder)
-        raise no_room(error, folder) from None
+        raise _no_room(error) from None
 
 
 def _empty(folder: str) -> None:
     """Remove the files of an earlier epoch's rendezvous; make the folder again if something has removed it."""
     try:
-        with suppress(FileExistsError):
-            os.mkdir(folder, 0o700)
-        for name in os.listdir(folder):
-            os.unlink(os.path.join(folder, name))
+        shutil.rmtree(folder, ignore_errors=True)  # a rank whose start was cut short may still write there
+        os.makedirs(folder, 0o700, exist_ok=True)
     except OSError as error:
-        raise no_room(error, folder) from None
+        raise _no_room(error) from None
+
+
+def _no_room(error: OSError) -> RankError:
+    return RankError(f"the ranks need a temporary folder and cannot have it: {error}. Set TMPDIR to a folder that can "
+                     "be written and has space")

@@ -5,7 +5,6 @@ import re
 import signal
 import time
 from multiprocessing import Pipe
-from multiprocessing.process import _children
 
 from tplab.pool import launcher
 from tplab.pool.capture import Reader
@@ -13,9 +12,8 @@ from tplab.pool.control_block import STARTED
 from tplab.pool.cores import available_cores
 from tplab.pool.shared_file import SharedFile
 from tplab.pool.worker import Spec
-from tplab.ranks.errors import Frame, RankError
+from tplab.ranks.errors import Frame
 
-_MOST_THREADS = 1024
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
 
 
@@ -25,14 +23,10 @@ def threads_per_rank(size: int) -> int:
     One core is left for this process and others. The threads of a product wait for each other, so one that gets no core
     delays all. (Two threads on two cores, one of them busy, against one thread: 0.5 to 0.6 of its speed in SmolLM2's
     decoding, 0.6 to 0.8 with 16 sequences, 0.8 to 0.9 in a prompt of 512.) ``OMP_NUM_THREADS`` sets the number for each
-    rank, as under torchrun and in vLLM; raises `RankError` if it is out of range.
+    rank, as under torchrun and in vLLM.
     """
     asked = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    if asked.isdecimal() and int(asked):
-        if int(asked) > _MOST_THREADS:
-            raise RankError(f"OMP_NUM_THREADS is {asked}; a rank has 1 to {_MOST_THREADS} threads")
-        return int(asked)
-    return max(1, (available_cores() - 1) // size)
+    return int(asked) if asked.isdecimal() and int(asked) else max(1, (available_cores() - 1) // size)
 
 
 class RankProcess:
@@ -41,7 +35,7 @@ class RankProcess:
     def __init__(self, pool, rank: int):
         self.control, self.rank = pool._control, rank
         self.child = self.pipe = None
-        self.files = [SharedFile(f"{label}-{rank}", pool._folder) for label in ("outbox", "output", "stacks")]
+        self.files = [SharedFile(f"{label}-{rank}") for label in ("outbox", "output", "stacks")]
         self.outbox, self.output, self.stacks = self.files
         self.reader = Reader(self.output)
 
@@ -103,13 +97,6 @@ class RankProcess:
             self.pipe.close()
         self.child = self.pipe = None  # no `close` of the process: an interrupt in it would leave an unusable object
 
-    def disown(self) -> None:
-        """In a fork of the parent: close this end of the pipe, and do not end the process when this one exits."""
-        if self.child is not None:
-            _children.discard(self.child)
-        if self.pipe is not None:
-            self.pipe.close()
-
     def release(self) -> None:
         self.release_process()
         for file in self.files:
@@ -136,26 +123,11 @@ def snapshot(processes) -> dict[int, list[Frame]]:
         process.signal(signal.SIGUSR2)
     end, lengths = time.monotonic() + 0.15, None
     while time.monotonic() < end:
-        seen = [process.stacks.length() for process in asked]
-        if seen == lengths and all(seen):
+        before, lengths = lengths, [process.stacks.length() for process in asked]
+        if lengths == before and all(lengths):
             break
-        lengths = seen
         time.sleep(0.003)
-    found = {process.rank: process.stack() if process in asked else [] for process in processes}
+    stacks = {process.rank: process.stack() if process in asked else [] for process in processes}
     for process in asked:
         process.stacks.truncate()
-    return found
-
-
-def in_gloo(frames) -> bool:
-    """Whether a stack ends inside `torch.distributed`."""
-    return bool(frames) and _DISTRIBUTED in frames[-1].file
-
-
-def gloo_call(frames) -> str:
-    """The function of `torch.distributed` that was called from outside of it."""
-    inside = [frame.function for frame in frames if _DISTRIBUTED in frame.file]
-    return next((name for name in inside if name != "wrapper"), inside[0])
-
-
-_DISTRIBUTED = os.path.join("torch", "distributed") + os.sep
+    return stacks

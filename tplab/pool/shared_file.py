@@ -1,7 +1,7 @@
 """Unnamed shared files: the memory that a pool and its ranks share.
 
 On Linux they are `memfd`s, which need no room in ``/dev/shm`` or in the temporary folder and leave nothing behind.
-Elsewhere they are files in the pool's private folder, unlinked as soon as they are open.
+Elsewhere they are temporary files without a name.
 """
 
 import mmap
@@ -9,24 +9,16 @@ import os
 import tempfile
 from multiprocessing import reduction
 
-from tplab.ranks.errors import RankError
-
 
 class SharedFile:
     """A file that has no name. Pickled while a rank is being started, it is the same file there."""
 
-    def __init__(self, label: str, folder: str, size: int = 0):
+    def __init__(self, label: str, size: int = 0):
         if hasattr(os, "memfd_create"):
-            self.fd = os.memfd_create(f"tplab-{label}")
+            self.fd = os.memfd_create(f"tplab-{os.getpid()}-{label}")
         else:
-            try:
-                self.fd, path = tempfile.mkstemp(prefix=label, dir=folder)
-                os.unlink(path)
-                # The room is allocated now: on a file system that is full later, a write would end a rank by SIGBUS.
-                if size and hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(self.fd, 0, size)
-            except OSError as error:
-                raise no_room(error, folder) from None
+            with tempfile.TemporaryFile() as file:
+                self.fd = os.dup(file.fileno())
         self.size = size
         os.ftruncate(self.fd, size)
 
@@ -47,13 +39,10 @@ class SharedFile:
         while offset < len(view):
             offset += os.pwrite(self.fd, view[offset:], offset)
 
-    def get(self, length: int, offset: int = 0) -> bytearray:
+    def get(self, length: int) -> bytearray:
         data = bytearray(length)
         view, done = memoryview(data), 0
-        while done < length:
-            count = os.preadv(self.fd, [view[done:]], offset + done)
-            if not count:
-                break
+        while done < length and (count := os.preadv(self.fd, [view[done:]], done)):
             done += count
         return data[:done] if done < length else data
 
@@ -71,14 +60,6 @@ class SharedFile:
     def __del__(self):
         if hasattr(self, "fd"):
             self.close()
-
-
-def no_room(error: OSError, folder: str | None) -> RankError:
-    """The error for a temporary folder that is missing, full or not writable."""
-    if folder is not None and error.filename is None:
-        error.filename = folder
-    return RankError(f"the ranks need a little room in a temporary folder and cannot have it: {error}. "
-                     "Set TMPDIR to a folder that can be written and has space")
 
 
 def _arrive(duplicate, size):

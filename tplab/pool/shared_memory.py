@@ -72,7 +72,7 @@ class SharedMemoryGroup(Group):
 
     def all_agree(self, answer: bool) -> bool:
         """Whether all ranks' answers are true. This exchange is not in the op log."""
-        return all(bool(said) for said in self.swap(torch.tensor([answer])))
+        return all(bool(true) for true in self.swap(torch.tensor([answer])))
 
     def end_step(self, step: int, seq: int, stopped: bool) -> None:
         """Take over from compiled code, which has published steps up to ``step`` and entered collectives up to number

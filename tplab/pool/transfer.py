@@ -55,8 +55,8 @@ def dumps_call(fn, args, kwargs, patches=()) -> bytes:
         parts = [(f"argument {i} ", value) for i, value in enumerate(args)]
         parts += [(f"argument {key}", value) for key, value in kwargs.items()] + [(f"function {name}", fn)]
         parts += [(f"the replacement for {patch.target}", patch.replacement) for patch in patches]
-        found = next((found for path, value in parts if (found := find_unsendable(value, path.strip()))), None)
-        path, value, why = found or ("the call", fn, error)
+        unsendable = (find_unsendable(value, path.strip()) for path, value in parts)
+        path, value, why = next(filter(None, unsendable), None) or ("the call", fn, error)
         raise RankError(f"{path} ({type(value).__name__}) cannot be sent to the ranks: {why}. No rank has been touched."
                         ) from None
 
@@ -69,8 +69,8 @@ def find_unsendable(value, path: str, depth: int = 4):
     except Exception as error:
         why = error
     for name, part in _parts(value) if depth else ():
-        if found := find_unsendable(part, path + name, depth - 1):
-            return found
+        if unsendable := find_unsendable(part, path + name, depth - 1):
+            return unsendable
     return path, value, why
 
 

@@ -6,14 +6,13 @@ import time
 
 from tplab.pool import failures, transfer
 from tplab.pool.control_block import ABANDONED, ANSWER_LENGTH, ANSWERED, DROP, OK, OUTCOME, STARTED, fence
-from tplab.pool.rank_process import end_all, in_gloo, snapshot
+from tplab.pool.rank_process import end_all
 from tplab.ranks.oplog import OpRecord
 
 _TICK = 0.05
 _GRACE = 0.25  # seconds after a first failure in which other ranks may fail or finish by themselves
 _STOP = 0.4  # seconds for a rank to stop by itself before it is ended
 _DROP_GLOO = 0.05  # seconds after which gloo's connections are closed, for ranks that hang in it
-_GLOO_SAMPLE, _GLOO_STUCK = 0.5, 2.5
 
 # A rank is idle if an interrupt came before it had begun.
 RUNNING, RETURNED, FAILED, DEAD, IDLE = "running", "returned", "failed", "dead", "idle"
@@ -22,19 +21,18 @@ RUNNING, RETURNED, FAILED, DEAD, IDLE = "running", "returned", "failed", "dead",
 class Watch:
     """One command in progress on all ranks of a pool.
 
-    `before`: positions of the op logs at its start. `fn`: the learner's function, None for the pool's own commands.
+    `before`: positions of the op logs at its start.
     `number`: the command's, which may still be about to be posted.
     """
 
-    def __init__(self, pool, before, timeout: float, fn, number: int):
+    def __init__(self, pool, before, timeout: float, number: int):
         self.pool, self.control, self.processes = pool, pool._control, pool._processes
-        self.before, self.timeout, self.fn, self.number = before, timeout, fn, number
+        self.before, self.timeout, self.number = before, timeout, number
         self.status = [RUNNING] * pool.size
         self.reports = [None] * pool.size
         self.died_at = [0] * pool.size  # time.monotonic_ns
         self.ended = set()  # ranks that had to be killed
         self._gone = set()  # ranks whose process has ended
-        self._gloo_since = {}
         self._pipes = {process.pipe.fileno(): process for process in self.processes}
         self._sentinels = {process.child.sentinel: process for process in self.processes}
         self._poll = select.poll()
@@ -43,8 +41,7 @@ class Watch:
 
     def results(self) -> list[bytearray]:
         """The answers of all ranks, still pickled. Raises `RankError` if not all ranks answer."""
-        begin = time.monotonic()
-        deadline, give_up_at, sample = begin + self.timeout, None, begin + _GLOO_SAMPLE
+        deadline, give_up_at = time.monotonic() + self.timeout, None
         while True:
             self._update_status()
             if RUNNING not in self.status:
@@ -54,15 +51,9 @@ class Watch:
                 give_up_at = give_up_at or now + _GRACE
                 if now >= give_up_at or all(self.waits_in(r) for r in self.running()):
                     break
-            elif RETURNED in self.status:
-                stuck = self._never_met()
-                if stuck:  # certain; but a rank that is on its way gets the time to show where it will wait
-                    give_up_at = give_up_at or now + _GRACE
-                    stuck = now >= give_up_at or all(self.waits_in(r) for r in self.running())
-                elif now >= sample:
-                    sample = now + _GLOO_SAMPLE
-                    stuck = self._stuck_in_gloo(now)
-                if stuck:
+            elif self._never_met():  # certain; but a rank on its way gets the time to show where it will wait
+                give_up_at = give_up_at or now + _GRACE
+                if now >= give_up_at or all(self.waits_in(r) for r in self.running()):
                     raise failures.skipped(self)
             if now >= deadline:
                 raise failures.too_late(self)
@@ -133,14 +124,5 @@ class Watch:
     def _never_met(self):
         """Whether a rank waits in a collective that another one has returned without: nothing can end that."""
         returned = [self.control.logs[r].last_seq() for r, s in enumerate(self.status) if s == RETURNED]
-        return any((record := self.waits_in(r)) and record.seq > min(returned) for r in self.running())
-
-    def _stuck_in_gloo(self, now):
-        """The same for calls of `torch.distributed` that are in no op log: only the stack shows them."""
-        stacks = snapshot([self.processes[r] for r in self.running()])
-        for r, frames in stacks.items():
-            if not in_gloo(frames):
-                self._gloo_since.pop(r, None)
-            elif now - self._gloo_since.setdefault(r, now) >= _GLOO_STUCK:
-                return True
-        return False
+        return bool(returned) and any(
+            (record := self.waits_in(r)) and record.seq > min(returned) for r in self.running())

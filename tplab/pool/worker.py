@@ -19,13 +19,10 @@ import torch.distributed as dist
 from tplab.patch import applied
 from tplab.pool import capture, control_block, transfer
 from tplab.pool.control_block import ControlBlock, fence
-from tplab.pool.pinning import pin_threads
 from tplab.pool.shared_file import SharedFile
 from tplab.pool.shared_memory import SharedMemoryGroup
 from tplab.ranks import context, raw_calls
 from tplab.ranks.errors import Abandoned, Frame, RankError, describe, learner_stack
-
-_PAUSE = 0.03  # seconds without a command after which threads wake on the wrong cores (see `pinning`)
 
 
 @dataclass
@@ -88,19 +85,14 @@ def _die_with_parent(spec: Spec) -> None:
     A thread waits for the parent's end, which works while the rank is in gloo or in Python. On Linux a rank in C++ code
     that never releases the interpreter ends too: the parent's end ends the fork server, and the kernel its children.
     """
-    _end_with_starter()
     if sys.platform.startswith("linux"):
+        capture.libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         # The fork server lives as long as a process has this end of its pipe open; a rank does not need it.
         server = forkserver._forkserver
         if server._forkserver_alive_fd is not None:
             os.close(server._forkserver_alive_fd)
             server._forkserver_alive_fd = None
     threading.Thread(target=_watch_parent, args=(spec,), name="tplab-parent-watch", daemon=True).start()
-
-
-def _end_with_starter() -> None:
-    if sys.platform.startswith("linux"):
-        capture.libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _watch_parent(spec: Spec) -> None:
@@ -125,22 +117,12 @@ class _Rank:
         self.group.thread = threading.get_ident()
         context.set_process_group(self.group)
         self.interruptible = False
-        self.pid = self.forks = os.getpid()
-        os.register_at_fork(after_in_child=self._disown)
         signal.signal(signal.SIGUSR1, self._interrupt)
 
     def _interrupt(self, signum, frame):
         if self.interruptible:
             self.interruptible = False
             raise Abandoned
-
-    def _disown(self):
-        """In a fork of the rank: it ends with the rank, and is no rank."""
-        starter, self.forks = self.forks, os.getpid()
-        _end_with_starter()
-        if os.getppid() != starter:  # it had ended before `_end_with_starter`
-            os._exit(1)
-        self.group.disowned = True
 
     def serve(self) -> None:
         done = 0
@@ -149,11 +131,8 @@ class _Rank:
             if self.control.word(self.spec.rank, control_block.BIRTH) != self.spec.birth:
                 return  # an interrupt cut this start short, and another process is this rank now
             if command.number == done:
-                begin = time.monotonic()
                 if not os.read(self.spec.wake.fileno(), 4096):
                     return
-                if time.monotonic() - begin > _PAUSE:
-                    pin_threads(self.spec.rank)
                 continue
             done = command.number
             if command.kind == control_block.DROP:
@@ -165,10 +144,6 @@ class _Rank:
                 outcome, answer = self._execute(command)
             except Abandoned:  # raised just as the function ended
                 outcome, answer = _failed(Abandoned())
-            if os.getpid() != self.pid:  # a fork has reached the function's end; only the rank answers
-                if outcome == control_block.FAILED:
-                    print(f"a fork of this rank: {transfer.loads(answer).text}", file=sys.stderr)
-                os._exit(outcome != control_block.OK)
             self._answer(done, outcome, answer)
 
     def _execute(self, command):

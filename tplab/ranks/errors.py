@@ -14,10 +14,10 @@ from tplab.ranks.oplog import is_machinery
 
 def seconds(timeout) -> float:
     """A timeout as a float; infinity means no timeout. Raises `RankError` unless it is a number of seconds above 0."""
-    found = math.inf if isinstance(timeout, float) and timeout == math.inf else number(timeout, 0, math.inf)
-    if not found:
+    time = math.inf if isinstance(timeout, float) and timeout == math.inf else number(timeout, 0, math.inf)
+    if not time:
         raise RankError(f"timeout is a number of seconds above 0, not {quoted(timeout)}")
-    return found
+    return time
 
 
 class Abandoned(BaseException):

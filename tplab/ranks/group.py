@@ -74,7 +74,6 @@ class Group:
         self.started: list[Work] = []  # and not yet waited for, in the order of the calls
         self.namespace = None  # of %%ranks cells
         self.thread = None  # ident of the only thread that may call collectives; None: any thread
-        self.disowned = False  # True in a fork of the rank's process
 
     def swap(self, piece: torch.Tensor, counts=None) -> list[torch.Tensor]:
         """Give `piece` (flat) to all ranks; returns every rank's, in rank order, valid until the next swap but one.
@@ -215,9 +214,6 @@ class Group:
                             f"not {t.dtype} {list(t.shape)} on {t.device}")
 
     def _check_thread(self, name):
-        if self.disowned:
-            raise RankError(f"{name} was called in a fork of rank {self.rank}, which is no rank; only the process that "
-                            "runs the function may call collectives")
         if self.thread is not None and threading.get_ident() != self.thread:
             raise RankError(f"{name} was called from thread {threading.current_thread().name!r} of rank {self.rank}; "
                             "only the thread that runs the function may call collectives, or their order would be left "

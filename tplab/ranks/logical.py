@@ -62,40 +62,35 @@ def logical_ranks(n: int, fn, *args, timeout: float = 60.0, **kwargs) -> list:
     try:
         for thread in threads:
             thread.start()
-        for thread in threads:
-            while thread.is_alive() and looks > 0:
-                thread.join(_LOOK)
-                looks -= thread.is_alive()
-        unfinished = {g.rank: thread.ident for g, thread in zip(groups, threads) if thread.is_alive()}
+        while looks > 0 and not rendezvous.all_ended.wait(_LOOK):  # a `join` that is interrupted calls its thread ended
+            looks -= 1
+        unfinished = {r: threads[r].ident for r in rendezvous.running()}
         if unfinished or rendezvous.stuck or rendezvous.errors:
             raise rendezvous.error(unfinished, timeout)
     finally:
         rendezvous.abandon()
-        _end([thread for thread in threads if thread.is_alive()])
+        if rendezvous.running():
+            threading.Thread(target=_end, args=(rendezvous, threads), daemon=True, name="ends logical ranks").start()
     return results
 
 
-def _end(threads: list[threading.Thread]) -> None:
-    """Raise `Abandoned` in these threads until all have ended: one may catch it, or be in a long sleep.
+def _end(rendezvous: "_Rendezvous", threads: list[threading.Thread]) -> None:
+    """Raise `Abandoned` in the ranks that run until all have ended: one may catch it, or be in a long sleep.
 
-    A thread of its own does this, so that the caller need not wait.
+    On a thread of its own, so that the caller need not wait.
     """
-    def ask():
-        pause = 0.001
-        while alive := [thread for thread in threads if thread.is_alive()]:
-            for thread in alive:
-                raise_in(thread.ident, Abandoned)
-            # While a thread sleeps and has not raised its exception yet, Python 3.11 makes every thread look for one
-            # of its own, again and again, and a line that is traced never ends. The first thread that raises one ends
-            # this, so this thread raises one in itself.
-            with suppress(Abandoned):
-                raise_in(threading.get_ident(), Abandoned)
-                while True:
-                    pass
-            time.sleep(pause := min(1.1 * pause, 1.0))
-
-    if threads:
-        threading.Thread(target=ask, daemon=True, name="ends logical ranks").start()
+    pause = 0.001
+    while running := [threads[r] for r in rendezvous.running() if threads[r].ident is not None]:
+        for thread in running:
+            raise_in(thread.ident, Abandoned)
+        # While a thread sleeps and has not raised its exception yet, Python 3.11 makes every thread look for one
+        # of its own, again and again, and a line that is traced never ends. The first thread that raises one ends
+        # this, so this thread raises one in itself.
+        with suppress(Abandoned):
+            raise_in(threading.get_ident(), Abandoned)
+            while True:
+                pass
+        time.sleep(pause := min(1.1 * pause, 1.0))
 
 
 def raise_in(thread: int, error: type[BaseException]) -> None:
@@ -112,6 +107,7 @@ class _Rendezvous:
         self.steps = [0] * size
         self.pieces = [[None] * size, [None] * size]  # by parity of the step, as in shared memory
         self.ended = set()
+        self.all_ended = threading.Event()
         self.errors = {}  # by rank, in the order in which they were raised
         self.stuck = self.over = False  # stuck: a rank waits for one that has returned
         self.groups = []
@@ -130,16 +126,25 @@ class _Rendezvous:
 
     def returned(self, rank: int) -> None:
         with self.change:
-            self.ended.add(rank)
+            self._add_ended(rank)
             self._check()
             self.change.notify_all()
 
     def failed(self, rank: int, error: BaseException) -> None:
         with self.change:
             self.errors[rank] = error
-            self.ended.add(rank)
+            self._add_ended(rank)
             self.over = True
             self.change.notify_all()
+
+    def _add_ended(self, rank: int) -> None:
+        self.ended.add(rank)
+        if len(self.ended) == self.size:
+            self.all_ended.set()
+
+    def running(self) -> list[int]:
+        """The ranks whose function has not ended."""
+        return [r for r in range(self.size) if r not in self.ended]
 
     def abandon(self) -> None:
         with self.change:

@@ -117,8 +117,8 @@ class OpLog:
         """Collective number `seq`, if the ring still holds it."""
         at = RING_AT + (seq % RECORDS) * RECORD_BYTES
         file = self._file_name(seq % RECORDS)
-        found, line, state, op, dtype, dims, detail, *shape = _RECORD.unpack_from(self.memory, at)
-        if found != seq or not seq:
+        number, line, state, op, dtype, dims, detail, *shape = _RECORD.unpack_from(self.memory, at)
+        if number != seq or not seq:
             return None
         dtype = str(DTYPES[dtype]).removeprefix("torch.")
         return OpRecord(seq, OPS[op], tuple(shape[:dims]), dtype, detail % 256, file, line, bool(state & LEFT),

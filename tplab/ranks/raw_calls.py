@@ -50,12 +50,12 @@ def _with_record(name: str, fn, group: Group):
 
     @wraps(fn)
     def call(*args, **kwargs):
-        given = {**defaults, **dict(zip(defaults, args)), **kwargs}
-        record = _record(name, given, group)
+        arguments = {**defaults, **dict(zip(defaults, args)), **kwargs}
+        record = _record(name, arguments, group)
         if record is None:
             return fn(*args, **kwargs)
         group.log.enter(op, *record, sys._getframe(1))
-        if given["async_op"]:
+        if arguments["async_op"]:
             group.log.leave()
             return fn(*args, **kwargs)
         group.swap(NOTHING)
@@ -67,18 +67,19 @@ def _with_record(name: str, fn, group: Group):
     return call
 
 
-def _record(name: str, given: dict, group: Group):
+def _record(name: str, arguments: dict, group: Group):
     """Shape, dtype and root of a call, as the log holds them; None where not all ranks make it, or torch refuses it."""
-    if threading.get_ident() != group.thread or group.disowned:
+    if threading.get_ident() != group.thread:
         return None
-    if not dist.is_initialized() or dist.get_world_size(given["group"]) != group.size:
+    if not dist.is_initialized() or dist.get_world_size(arguments["group"]) != group.size:
         return None
     if name == "barrier":
         return (), 0, 0
-    t, root = given[_TENSORS[name]], next((given[root] for root in _ROOTS if given.get(root) is not None), 0)
+    t = arguments[_TENSORS[name]]
+    root = next((arguments[root] for root in _ROOTS if arguments.get(root) is not None), 0)
     if name == "all_to_all" and t:
         t = t[0]  # gloo requires that all have one size
     if not isinstance(t, torch.Tensor) or t.dtype not in DTYPE_CODES or t.ndim > MAX_DIMS or not isinstance(root, int):
         return None
-    uneven = given.get("input_split_sizes") or given.get("output_split_sizes")
+    uneven = arguments.get("input_split_sizes") or arguments.get("output_split_sizes")
     return (-1, *t.shape[1:]) if uneven else t.shape, DTYPE_CODES[t.dtype], root

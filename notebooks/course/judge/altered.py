@@ -1,5 +1,6 @@
 """The same model in another form: under another configuration, or with its matrices fused on disk."""
 
+import atexit
 import json
 import os
 import shutil
@@ -13,7 +14,6 @@ import torch
 from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.checkpoint.headers import INDEX, SINGLE
 from tplab.checkpoint.layout import by_parameter, read_part, tensor_parts
-from tplab.pool.private_folder import make_folder
 
 
 @contextmanager
@@ -29,12 +29,19 @@ def changed_config(ckpt: Checkpoint, **changed) -> Iterator[Checkpoint]:
         yield open_checkpoint(folder)
 
 
+def lasting_folder() -> Path:
+    """A new folder that goes away with this process."""
+    folder = tempfile.mkdtemp(prefix=f"tplab-{os.getpid()}-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
 def fused_copy(ckpt: Checkpoint) -> Checkpoint:
     """A copy with ``q|k|v`` in one ``qkv_proj`` and ``gate|up`` in one ``gate_up_proj``, in a folder that goes away
     with this process."""
     from safetensors.torch import save_file
 
-    folder, tensors = Path(make_folder()), {}
+    folder, tensors = lasting_folder(), {}
     with ckpt.reader() as reader:
         for path, parts in by_parameter(tensor_parts(ckpt.config, ckpt.tensors)).items():
             name = path if path.startswith("lm_head.") else f"model.{path}"

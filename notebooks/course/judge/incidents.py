@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from course.figures.incidents import incidents_figure
+from course.figures.nb08 import incidents_figure
 from course.judge.words import CELL, in_words
 from tplab.pool import RankPool
 from tplab.ranks import RankError, rank

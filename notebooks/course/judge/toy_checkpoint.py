@@ -4,16 +4,15 @@ import functools
 import math
 import weakref
 from collections import Counter
-from pathlib import Path
 
 import torch
 
+from course.judge.altered import lasting_folder
 from course.judge.attempt import Uncopied
 from course.random_weights import write_random
 from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.checkpoint.headers import TensorInfo
 from tplab.checkpoint.reader import CheckpointReader, TensorSlice
-from tplab.pool.private_folder import make_folder
 
 
 class CountedCheckpoint(Uncopied):
@@ -72,5 +71,5 @@ def toy_model(num_heads: int, num_kv_heads: int, num_layers: int = 1, o_bias: bo
 def random_model(model_type: str, num_heads: int, num_kv_heads: int, **config) -> Checkpoint:
     """A model of 43 words with random weights, in a folder that goes away with this process."""
     return open_checkpoint(write_random(
-        Path(make_folder()), num_heads, model_type=model_type, vocab_size=43, num_attention_heads=num_heads,
+        lasting_folder(), num_heads, model_type=model_type, vocab_size=43, num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads, tie_word_embeddings=False, **config))

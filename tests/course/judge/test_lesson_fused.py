@@ -1,9 +1,8 @@
 """The fused copy of a checkpoint: the same model, in a folder that goes with its process."""
 
-import os
-
 import torch
 from helpers.checkpoints import make_checkpoint
+from helpers.failing import own_files
 from safetensors import safe_open
 
 from course import lesson
@@ -11,13 +10,12 @@ from tplab.align import align, reassemble
 from tplab.checkpoint import open_checkpoint
 from tplab.checkpoint.headers import SINGLE
 from tplab.faults import fault
-from tplab.pool.private_folder import folders_of
 
 
 def test_a_fused_copy_is_the_same_model_in_fewer_tensors():
     ckpt = open_checkpoint("fable")
     made = lesson.fused_copy(ckpt)
-    assert str(made.folder) in folders_of(os.getpid())
+    assert str(made.folder) in own_files()
     assert (len(ckpt.tensors), len(made.tensors)) == (74, 44)
     assert made.tensors["model.layers.3.self_attn.qkv_proj.weight"].shape == (192, 128)
     assert reassemble(made, tensor_parallel_size=3, logical=True) == {}

@@ -7,7 +7,7 @@ from tplab.cache import BlockPool, slot_mapping
 from tplab.show.drawings.svg import GREY, LINE, Drawing, Svg, box, cell, colour, write
 from tplab.show.figures.style import show_with_words
 from tplab.show.phrases import ShowError
-from tplab.show.recording import Moment, StepRecording
+from tplab.show.steps import EngineSteps, Moment
 
 CELL, HIGH, GAP, LEFT = 36.0, 18.0, 10.0, 8.0
 EMPTY, SHARED, FREE_INK, MARK = "#ffffff", "#e6e6e6", "#8a8a8a", "#D55E00"
@@ -80,13 +80,13 @@ def _place(x: float, y: float, text: str, fill: str, ink: str = "#222", fresh: b
     return body + (box(x + 1, y + 1, CELL - 2, HIGH - 2, "none", "#222") if fresh else "")
 
 
-def moment_drawing(recording: StepRecording, moment: Moment) -> Svg:
+def moment_drawing(run: EngineSteps, moment: Moment) -> Svg:
     """Block tables above, all blocks of the pool below, after one step."""
-    size, wide = recording.block_size, recording.block_size * CELL + GAP
+    size, wide = run.block_size, run.block_size * CELL + GAP
     across = max(1, int(944 // wide))  # blocks in a line
     used = sum(count > 0 for count in moment.ref_counts)
     body = write(LEFT, 12, f"after step {moment.step}", bold=True, size=13)
-    body += write(LEFT + 110, 12, f"{used} of {recording.num_blocks} blocks used", size=11.5)
+    body += write(LEFT + 110, 12, f"{used} of {run.num_blocks} blocks used", size=11.5)
     y = 38.0
     for number, table in moment.tables.items():
         fill, ink = colour(number)
@@ -95,23 +95,23 @@ def moment_drawing(recording: StepRecording, moment: Moment) -> Svg:
         for i, block in enumerate(table):
             body += cell(196 + 27 * i, y - 9, 27, 18, tint(number), str(block), size=10.5)
         y += 23
-    rows = -(-_worth_drawing(recording) // across)
-    drawn = min(rows * across, recording.num_blocks)
+    rows = -(-_worth_drawing(run) // across)
+    drawn = min(rows * across, run.num_blocks)
     for block in range(drawn):
         x, at = LEFT + block % across * wide, y + block // across * (HIGH + 26)
         body += _block(x, at, block, moment, size)
     y += rows * (HIGH + 26) + 4
-    if drawn < recording.num_blocks:
-        body += write(LEFT, y + 8, f"and {recording.num_blocks - drawn} blocks more, which no step uses", size=11.5)
+    if drawn < run.num_blocks:
+        body += write(LEFT, y + 8, f"and {run.num_blocks - drawn} blocks more, which no step uses", size=11.5)
         y += 22
     return Svg(max(min(across, drawn) * wide + LEFT, 640), y, body)
 
 
-def _worth_drawing(recording: StepRecording) -> int:
+def _worth_drawing(run: EngineSteps) -> int:
     """All blocks if they are few, else as many as some step has written into: a pool may have hundreds."""
-    if recording.num_blocks <= FEW:
-        return recording.num_blocks
-    return 1 + max((block for moment in recording.moments for block, texts in enumerate(moment.contents) if any(texts)),
+    if run.num_blocks <= FEW:
+        return run.num_blocks
+    return 1 + max((block for moment in run.moments for block, texts in enumerate(moment.contents) if any(texts)),
                    default=0)
 
 
@@ -139,48 +139,48 @@ def _block(x: float, y: float, block: int, moment: Moment, size: int) -> str:
     return body
 
 
-def describe_moment(recording: StepRecording, moment: Moment) -> str:
-    """One step of a recording as text."""
+def describe_moment(run: EngineSteps, moment: Moment) -> str:
+    """One step of a run as text."""
     shared = [block for block, count in enumerate(moment.ref_counts) if count > 1]
     tables = "; ".join(f"sequence {n} ({moment.status[n]}, {moment.computed[n]} tokens): blocks {list(table)}"
                        for n, table in moment.tables.items()) or "no sequence is left"
-    leaked = [block for block in range(recording.num_blocks) if moment.leaked(block)]
+    leaked = [block for block in range(run.num_blocks) if moment.leaked(block)]
     return (f"After step {moment.step}: {tables}" + (f"; shared blocks {shared}" if shared else "")
             + (f"; leaked blocks {leaked}" if leaked else ""))
 
 
-def blocks_figure(recording: StepRecording, steps: Sequence[int] | None = None) -> Drawing:
+def blocks_figure(run: EngineSteps, steps: Sequence[int] | None = None) -> Drawing:
     """Block tables and pool after some steps, below each other.
 
     A thick frame marks what the step wrote; a stroke through an empty place, what is reserved but not used; grey, a
     block with several users; *kept*, a free block that can still be found by its contents; *leaked*, one that counts as
-    used but is in no table. ``steps``: their numbers within the recording, from 1; the last one if not given.
+    used but is in no table. ``steps``: their numbers, from 1; the last one if not given.
 
         >>> show.blocks_figure(run, steps=[1, 6])
     """
-    moments = [recording.moment(step) for step in steps or [len(recording.moments)]]
+    moments = [run.moment(step) for step in steps or [len(run.moments)]]
     body, y, width = "", 0.0, 0.0
     for moment in moments:
-        drawing = moment_drawing(recording, moment)
+        drawing = moment_drawing(run, moment)
         body, y, width = body + drawing.at(0, y), y + drawing.height + 14, max(width, drawing.width)
-    details = ". ".join(describe_moment(recording, moment) for moment in moments)
+    details = ". ".join(describe_moment(run, moment) for moment in moments)
     return Drawing(Svg(width, y - 10, body).text(), f"Figure: block tables and pool. {details}.")
 
 
 class Stepper:
-    """The number of a step of a recording, and buttons for the next one and the one before; without a kernel its first
+    """The number of a step of a run, and buttons for the next one and the one before; without a kernel its first
     picture.
 
     No slider: ipywidgets 8 gives a slider's handle no accessible name, and has no trait to set one.
     """
 
-    def __init__(self, recording: StepRecording, step: int):
+    def __init__(self, run: EngineSteps, step: int):
         import ipywidgets as widgets
 
-        self._recording, self._first = recording, blocks_figure(recording, [step])
+        self._run, self._first = run, blocks_figure(run, [step])
         back, onward = (widgets.Button(description=text, icon=icon, layout=widgets.Layout(width="6em"))
                         for text, icon in (("Back", "step-backward"), ("Next", "step-forward")))
-        self.step = widgets.BoundedIntText(value=step, min=1, max=len(recording.moments), description="step",
+        self.step = widgets.BoundedIntText(value=step, min=1, max=len(run.moments), description="step",
                                            layout=widgets.Layout(width="11em"))
         back.on_click(lambda _: self.go(-1))
         onward.on_click(lambda _: self.go(1))
@@ -194,7 +194,7 @@ class Stepper:
         self.step.value += steps  # the widget keeps it within its ends
 
     def _redraw(self, change) -> None:
-        self.picture.value = self._drawn(blocks_figure(self._recording, [change["new"]]))
+        self.picture.value = self._drawn(blocks_figure(self._run, [change["new"]]))
 
     @staticmethod
     def _drawn(drawing: Drawing) -> str:
@@ -202,7 +202,7 @@ class Stepper:
         return f'{drawing.html()}<div style="line-height: 1.4">{escape(drawing.alt_text)}</div>'
 
     def __str__(self) -> str:
-        return f"Steps 1 to {len(self._recording.moments)}; shown: step {self.step.value}."
+        return f"Steps 1 to {len(self._run.moments)}; shown: step {self.step.value}."
 
     def _ipython_display_(self):
         view = {"version_major": 2, "version_minor": 0, "model_id": self.widget.model_id}
@@ -210,10 +210,10 @@ class Stepper:
                                "application/vnd.jupyter.widget-view+json": view})
 
 
-def block_stepper(recording: StepRecording, step: int = 1) -> Stepper:
+def block_stepper(run: EngineSteps, step: int = 1) -> Stepper:
     """All steps, one at a time, at first ``step``: block tables and pool.
 
-        >>> show.block_stepper(show.record(llm, prompts))
+        >>> show.block_stepper(show.engine_steps(llm, prompts))
     """
-    recording.moment(step)
-    return Stepper(recording, step)
+    run.moment(step)
+    return Stepper(run, step)

@@ -1,4 +1,4 @@
-"""An engine stepped to the end, with tables and pool recorded after each step, for the drawings of the cache."""
+"""An engine stepped to the end, with its block tables and pool after each step, for the drawings of the cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from tplab.show.phrases import ShowError
 class Moment(NamedTuple):
     """Tables and pool after one step."""
 
-    step: int  # its number within the recording, from 1
+    step: int  # its number, from 1
     tables: dict[int, tuple[int, ...]]  # the blocks of each unfinished sequence that has arrived
     status: dict[int, str]  # of each sequence: "running", "waiting" or "preempted"
     computed: dict[int, int]  # tokens of each sequence in the cache
@@ -29,8 +29,8 @@ class Moment(NamedTuple):
 
 
 @dataclass
-class StepRecording:
-    """What :func:`record` saw."""
+class EngineSteps:
+    """What :func:`engine_steps` returns."""
 
     num_blocks: int
     block_size: int
@@ -42,7 +42,7 @@ class StepRecording:
     def moment(self, step: int) -> Moment:
         """The moment after ``step`` (from 1)."""
         if not 1 <= step <= len(self.moments):
-            raise ShowError(f"there is no step {step!r}; the recording has 1 to {len(self.moments)}")
+            raise ShowError(f"there is no step {step!r}; the run has 1 to {len(self.moments)}")
         return self.moments[step - 1]
 
     @property
@@ -51,38 +51,39 @@ class StepRecording:
         return [output.outputs[0].text for output in self.outputs]
 
 
-def record(llm, prompts: Sequence, sampling_params=None, arrivals: Sequence[int] | None = None) -> StepRecording:
-    """Step an engine until all prompts are finished, and record tables and pool after every step.
+def engine_steps(llm, prompts: Sequence, sampling_params=None, arrivals: Sequence[int] | None = None) -> EngineSteps:
+    """Step an engine until all prompts are finished, and keep tables and pool as they were after every step.
 
     ``llm`` must have nothing unfinished. ``arrivals``: per prompt, after how many steps it arrives, rising; all at the
     beginning if None. Steps in which there is nothing to do are left out.
 
-        >>> run = show.record(llm, [first, second], SamplingParams(max_tokens=8), arrivals=[0, 3])
+        >>> steps = show.engine_steps(llm, [first, second], SamplingParams(max_tokens=8), arrivals=[0, 3])
     """
     arrivals = list(arrivals or [0] * len(prompts))
     if llm.has_unfinished_requests:
-        raise ShowError("the engine still has unfinished requests; record it from the beginning")
+        raise ShowError("the engine still has unfinished requests; step it from the beginning")
     if len(arrivals) != len(prompts) or arrivals != sorted(arrivals):
         raise ShowError(f"arrivals must be one number of steps per prompt, rising, not {arrivals}")
     pool, outputs, coming = llm.engine.pool, {}, list(zip(arrivals, prompts))
-    recording = StepRecording(pool.num_blocks, pool.block_size)
+    run = EngineSteps(pool.num_blocks, pool.block_size)
     contents = [[""] * pool.block_size for _ in range(pool.num_blocks)]
     handed_out = list(pool.times_allocated)
     while coming or llm.has_unfinished_requests:
-        while coming and (coming[0][0] <= len(recording.moments) or not llm.has_unfinished_requests):
+        while coming and (coming[0][0] <= len(run.moments) or not llm.has_unfinished_requests):
             number = llm.add_request(coming.pop(0)[1], sampling_params)
-            recording.arrivals[number], outputs[number] = len(recording.moments), None
+            run.arrivals[number], outputs[number] = len(run.moments), None
         sequences = [*llm.scheduler.running, *llm.scheduler.waiting]
         before = {s.request_id: list(s.block_table.block_ids) for s in sequences}
         for output in llm.step():
             outputs[output.request_id] = output
-        record = llm.scheduler.history[-1]
+        step_record = llm.scheduler.history[-1]
         for block, times in enumerate(pool.times_allocated):
             if times != handed_out[block]:
                 handed_out[block], contents[block] = times, [""] * pool.block_size
         fresh = set()
         for s in sequences:
-            for position in range(s.num_computed_tokens - record.tokens.get(s.request_id, 0), s.num_computed_tokens):
+            computed = s.num_computed_tokens
+            for position in range(computed - step_record.tokens.get(s.request_id, 0), computed):
                 index, place = divmod(position, pool.block_size)
                 blocks = s.block_table.block_ids or before[s.request_id]  # after its end it has none
                 if index < len(blocks):
@@ -91,11 +92,11 @@ def record(llm, prompts: Sequence, sampling_params=None, arrivals: Sequence[int]
                     contents[block][place] = llm.tokenizer.decode([token]) if llm.tokenizer else str(token)
                     fresh.add((block, place))
         there = sorted((s for s in sequences if s.finish_reason is None), key=lambda s: s.request_id)
-        recording.history.append(record)
-        recording.moments.append(Moment(
-            len(recording.moments) + 1, {s.request_id: tuple(s.block_table.block_ids) for s in there},
+        run.history.append(step_record)
+        run.moments.append(Moment(
+            len(run.moments) + 1, {s.request_id: tuple(s.block_table.block_ids) for s in there},
             {s.request_id: s.status.value for s in there}, {s.request_id: s.num_computed_tokens for s in there},
             tuple(pool.ref_counts), tuple(key is not None for key in pool.keys), tuple(map(tuple, contents)),
             frozenset(fresh)))
-    recording.outputs = [outputs[number] for number in recording.arrivals]
-    return recording
+    run.outputs = [outputs[number] for number in run.arrivals]
+    return run

@@ -1,4 +1,4 @@
-"""Column, then row, then one sum: two linear layers on the ranks, with the shapes on them."""
+"""Figures of notebook 02."""
 
 from tplab.shard.plan import split_evenly
 from tplab.show.drawings.svg import GREY, INK, LINE, Drawing, Svg, box, colour, write
