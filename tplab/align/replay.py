@@ -133,7 +133,7 @@ class Replay:
             (enter,) = inputs(f"layers.{layer}.input_norm", self.config)
         entering = {rank: self.into(enter, rank, dtype) for rank in stage} if until != "embed" else {}
         if layer is not None and blocks.filled:
-            for s in {s for s, _ in self.calls.absent}:  # before the ranks' threads ask for them all at once
+            for s in {s for s, p in self.calls.absent if p < self.calls.known[s]}:  # before all ranks ask at once
                 self._trace(s, self._filling(dtype))
         self._models = {key: model for key, model in self._models.items() if key[1] == layer}
         with torch.inference_mode(), applied(*patches, clean=True):

@@ -55,5 +55,5 @@ def check(folder: str | os.PathLike, model: str | Checkpoint, *, names: Mapping[
         nothing = Recording(recorded.world_size, [], [], [], [], {}, torch.float32)
         report = CheckReport(ckpt.name, ShardPlan.from_config(ckpt.config, 1), nothing.dtype, [], [], {},
                              checkpoint=ckpt, recording=nothing, **facts)
-        report.failed = internal_error("the placement", error)
+        report.local, report.failed = {}, internal_error("the placement", error)
     return report

@@ -89,8 +89,9 @@ class CheckReport(AlignReport):
         others = [p for p in self.points if p.name not in self._wrong]
         grown, least = (1, CLEARLY_SHORT) if self.dtype in SHORT else (GROWN, CLEARLY)
         untold = any(UNKNOWN in text for text in self.recording.ids)  # rows of unknown texts have no reference
-        return not untold and not self.recording.contradictions and bool(self._wrong) and others[-1:] == self.points[-1:] and all(
-            p.relative <= grown * p.floor and not p.nan and not p.inf for p in others) and all(
+        if untold or self.recording.contradictions or not self._wrong or others[-1:] != self.points[-1:]:
+            return False
+        return all(p.relative <= grown * p.floor and not p.nan and not p.inf for p in others) and all(
             self.local[name].relative > least for name in self._wrong)
 
     @property
