@@ -56,7 +56,6 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig):
         self.max_num_seqs, self.max_num_batched_tokens = config.max_num_seqs, config.max_num_batched_tokens
-        self.num_scheduler_steps = config.num_scheduler_steps
         self.num_speculative_tokens = config.num_speculative_tokens
         self.pool = BlockPool(config.num_blocks, config.block_size, config.enable_prefix_caching)
         self.requests: dict[int, Sequence] = {}  # all that have not finished, by request_id
@@ -116,42 +115,25 @@ class Scheduler:
             self._give(sequence, count, scheduled, keys)
             admitted.append(sequence.request_id)
             budget -= count
-        ahead = 0 if any(draft for *_, draft in scheduled) else self._look_ahead([s for s, *_ in scheduled])
         self.history.append(StepRecord(
             self.step_number, {s.request_id: count + len(draft) for s, count, draft in scheduled},
             tuple(s.request_id for s, *_ in scheduled
                   if s.num_computed_tokens < max(s.num_prompt_tokens, s.num_tokens - 1)),
             tuple(preempted), tuple(admitted), self.pool.num_used))
         return SchedulerOutput(self.step_number, tuple(scheduled_request(self.step_number, *part)
-                                                       for part in scheduled), ahead)
-
-    def _look_ahead(self, scheduled: list[Sequence]) -> int:
-        """How many more steps need no scheduling, as long as no sequence ends: all decode, and none waits. The blocks
-        for these steps are allocated here; 0 if there are too few.
-        """
-        if self.num_scheduler_steps == 1 or self.waiting or not scheduled \
-                or any(tokens_to_compute(s.num_tokens, s.num_computed_tokens) > 1 or s.num_tokens == s.num_prompt_tokens
-                       for s in scheduled):
-            return 0
-        left = min(s.max_tokens - (s.num_tokens - s.num_prompt_tokens) for s in scheduled)
-        ahead = min(self.num_scheduler_steps, left) - 1
-        if sum(s.block_table.num_blocks_to_allocate(s.num_tokens + ahead) for s in scheduled) > self.pool.num_free:
-            return 0
-        for sequence in scheduled:
-            sequence.block_table.allocate_slots(sequence.num_tokens + ahead)
-        return ahead
+                                                       for part in scheduled))
 
     def _admit(self, sequence: Sequence, budget: int) -> int:
         """How many tokens a waiting sequence can begin with: 0 if its blocks do not fit."""
         free(sequence)  # it holds blocks only if it found some last time and could not be admitted
-        found = sequence.block_table.get_computed_blocks(sequence.token_ids)
-        computed = computed_after_prefix_hit(len(found), self.pool.block_size)
+        cached = sequence.block_table.get_computed_blocks(sequence.token_ids)
+        computed = computed_after_prefix_hit(len(cached), self.pool.block_size)
         count = min(tokens_to_compute(sequence.num_tokens, computed), budget)
-        missing = sequence.block_table.num_blocks_to_allocate(computed + count) - len(found)
+        missing = sequence.block_table.num_blocks_to_allocate(computed + count) - len(cached)
         # Found blocks without a user count as free, but must not be handed out as well.
-        if missing > self.pool.num_free - sum(map(self.pool.is_free, found)):
+        if missing > self.pool.num_free - sum(map(self.pool.is_free, cached)):
             return 0
-        sequence.block_table.add_computed_blocks(found)
+        sequence.block_table.add_computed_blocks(cached)
         sequence.num_computed_tokens = computed
         if sequence.status is Status.WAITING:
             sequence.metrics.prefix_hit_tokens = computed

@@ -30,7 +30,6 @@ _MATH = {"reassoc", "contract", "arcp", "nsz"}
 # Without reference counts (_nrt): the caller of an entry holds its arrays, and counting each slice costs more than
 # computing a row.
 inner = njit(fastmath=_MATH, error_model="numpy", nogil=True, _nrt=False)
-in_order = njit(error_model="numpy", nogil=True, _nrt=False)  # sums keep the order in which they are written
 
 _MONTH = 30 * 24 * 3600  # seconds
 
@@ -66,9 +65,9 @@ class _Cache(caching.FunctionCache):
             super().save_overload(sig, data)
 
 
-def entry(function, compiled=inner):
+def entry(function):
     """A compiled function that only Python calls. The functions that it calls are compiled into it."""
-    made = compiled(function)
+    made = inner(function)
     made.compile = partial(to_its_end, made.compile)
     with suppress(OSError, RuntimeError):  # no folder to write to: each process compiles
         _folder().mkdir(parents=True, exist_ok=True)

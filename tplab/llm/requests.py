@@ -58,11 +58,14 @@ def parse_messages(messages) -> list[list[dict]]:
 
 
 class Request:
-    """One prompt in work: its sequence of tokens and its text. Raises RequestError if it cannot run."""
+    """One prompt in work: its sequence of tokens and its text. Raises RequestError if it cannot run.
 
-    def __init__(self, llm, prompt, params: SamplingParams):
+    ``is_stepped``: ``LLM.step`` returns it, not the call that queued it.
+    """
+
+    def __init__(self, llm, prompt, params: SamplingParams, is_stepped: bool = False):
         self.prompt = prompt if isinstance(parse_prompt(prompt), str) else None
-        self.params = params
+        self.params, self.is_stepped = params, is_stepped
         self.sequence: Any = None  # the engine's, once it is queued
         tokenizer = llm.tokenizer
         if tokenizer is None and (self.prompt is not None or params.stop):
