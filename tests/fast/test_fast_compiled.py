@@ -4,12 +4,9 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
-from filelock import FileLock, Timeout
-from numba.core import caching
 
 from tplab.fast import compiled
 
@@ -32,7 +29,7 @@ USE = """
 
     def use():
         module = importlib.reload(mine)
-        compiled.compile_ahead(module.double, 1)
+        compiled.compile_ahead("int", module.double, 1)
         stats = module.double.stats
         print(module.double(21), sum(stats.cache_hits.values()), sum(stats.cache_misses.values()), flush=True)
 
@@ -86,33 +83,6 @@ def test_damaged_files_are_compiled_anew_and_what_cannot_be_compiled_is_said(sta
     first, *damaged, whole, error, _ = [line for line in said(process) if line][:10]
     assert (first, damaged, whole) == ("42 1 0", ["42 0 1"] * 6, "42 1 0")
     assert error.startswith("the fast path could not be compiled on this machine") and "TPLAB_FAST=0" in error
-
-
-def test_processes_write_the_index_one_after_the_other(monkeypatch):
-    """Two that save code for different types at the same time must not take the same file for it."""
-    def is_alone(*_):
-        with pytest.raises(Timeout), FileLock(compiled._folder() / "index.lock", timeout=0):
-            pass
-        seen.append(1)
-
-    seen, cache = [], compiled.entry(lambda x: x)._cache
-    for name in ("load_overload", "save_overload"):
-        monkeypatch.setattr(caching.FunctionCache, name, is_alone)
-        getattr(cache, name)("types", "code")
-    assert len(seen) == 2
-
-
-def test_folders_that_were_not_used_for_a_month_go(monkeypatch, tmp_path):
-    monkeypatch.setattr(compiled, "_folder", lambda: tmp_path / "own")
-    for name, days in (("own", 99), ("used", 1), ("unused", 31), ("of an old version", 31)):
-        (tmp_path / name).mkdir()
-        lock = tmp_path / name / "compile.lock"
-        if name != "of an old version":
-            lock.touch()
-        then = time.time() - days * 24 * 3600
-        os.utime(lock if lock.exists() else lock.parent, (then, then))
-    compiled._remove_unused()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["own", "used"]
 
 
 def test_another_version_processor_or_source_has_another_folder(monkeypatch, tmp_path):

@@ -84,6 +84,15 @@ class ModelRunner:
         nan = tuple(request.request_id for (request, _), token in zip(due, tokens) if token is None)
         return ModelRunnerOutput(self.drawn, logprobs, slots if self.config.strict else None, nan, accepted)
 
+    def execute_steps(self, scheduler_output: SchedulerOutput) -> list[ModelRunnerOutput]:
+        """A step and its lookahead steps, until a sequence's logits are NaN or all have ended."""
+        outputs = [self.execute_model(scheduler_output)]
+        while scheduler_output.num_lookahead_steps and not outputs[-1].nan and not all(
+                token in self.config.eos_token_ids for token in self.drawn.values()):
+            scheduler_output = scheduler_output.next_step()
+            outputs.append(self.execute_model(scheduler_output))
+        return outputs
+
 
 def load_runner(key: str, forget: list[str], *arguments, make=ModelRunner) -> dict:
     """On a rank: ``make`` a runner and keep it under ``key``; drop the runners of ``forget``.
@@ -101,13 +110,17 @@ def drop_runners(keys: list[str]) -> None:
         state.pop(key, None)
 
 
-def execute_model(key: str, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-    """On a rank: one step of the engine ``key``; EngineError if this rank was restarted since it was loaded."""
+def _runner(key: str) -> ModelRunner:
     if key not in state:
         raise EngineError("this rank was restarted and has lost its weights and its cache")
-    return state[key].execute_model(scheduler_output)
+    return state[key]
 
 
-def execute_model_from_json(key: str, data: bytes) -> ModelRunnerOutput:
-    """On a rank: :func:`execute_model` for a step that came over the wire."""
-    return execute_model(key, SchedulerOutput.from_json(data))
+def execute_model(key: str, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
+    """On a rank: one step of the engine ``key``; EngineError if this rank was restarted since it was loaded."""
+    return _runner(key).execute_model(scheduler_output)
+
+
+def execute_steps(key: str, data: bytes) -> list[ModelRunnerOutput]:
+    """On a rank: a step that came over the wire, and its lookahead steps; errors as in :func:`execute_model`."""
+    return _runner(key).execute_steps(SchedulerOutput.from_json(data))

@@ -51,10 +51,23 @@ class ScheduledRequest(NamedTuple):
 
 
 class SchedulerOutput(NamedTuple):
-    """What a step computes, in the order of the flattened tokens."""
+    """What a step computes, in the order of the flattened tokens.
+
+    Attributes:
+        num_lookahead_steps: how many more steps the ranks compute in the same call, each as :meth:`next_step` says.
+            Until then no sequence needs another block or reaches its ``max_tokens``, and none waits.
+    """
 
     step_number: int
     requests: tuple[ScheduledRequest, ...]
+    num_lookahead_steps: int = 0
+
+    def next_step(self) -> "SchedulerOutput":
+        """The step after one in which all sequences decode, if none of them ends."""
+        return SchedulerOutput(self.step_number + 1, tuple(
+            request._replace(segment=request.segment._replace(start=request.segment.start + 1), token_ids=(),
+                             sampling=sampling._replace(position=sampling.position + 1))
+            for request in self.requests if (sampling := request.sampling)), self.num_lookahead_steps - 1)
 
     def to_json(self) -> bytes:
         """For ranks that are reached over a pipe or a socket."""
@@ -63,11 +76,11 @@ class SchedulerOutput(NamedTuple):
     @classmethod
     def from_json(cls, data: bytes) -> "SchedulerOutput":
         """The inverse of :meth:`to_json`."""
-        step_number, requests = json.loads(data)
+        step_number, requests, ahead = json.loads(data)
         return cls(step_number, tuple(
             ScheduledRequest(request_id, Segment(*segment), tuple(token_ids), sampling and SamplingMetadata(*sampling),
                              num_draft_tokens)
-            for request_id, segment, token_ids, sampling, num_draft_tokens in requests))
+            for request_id, segment, token_ids, sampling, num_draft_tokens in requests), ahead)
 
 
 class ModelRunnerOutput(NamedTuple):

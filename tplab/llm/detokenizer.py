@@ -14,7 +14,8 @@ class Detokenizer:
 
     def __init__(self, tokenizer, prompt_token_ids: list[int], stop: tuple[str, ...] = ()):
         self.tokenizer, self.stop = tokenizer.backend_tokenizer, stop
-        self.context, self.token_ids = list(prompt_token_ids[-self.CONTEXT:]), []
+        self.context = list(prompt_token_ids[-self.CONTEXT:])
+        self.token_ids: list[int] = []
         self.stream = DecodeStream(self.context, skip_special_tokens=True)
         self.text = ""
         self.streamed = 0

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Protocol
 
 from tplab import fast, invariant
-from tplab.engine.runner import ModelRunner, drop_runners, execute_model, execute_model_from_json, load_runner
+from tplab.engine.runner import ModelRunner, drop_runners, execute_model, execute_steps, load_runner
 from tplab.engine.step import ModelRunnerOutput, SchedulerOutput
 from tplab.pool import RankPool, shared_pool
 from tplab.ranks import logical_ranks, rank, state
@@ -65,7 +65,8 @@ class PoolExecutor:
         # Before the load, because one that fails on one rank leaves weights on the others.
         self._loaded_on, self._finalizer = pool, weakref.finalize(self, garbage.append, self.key)
         forget = list(garbage)
-        costs = pool.run(load_for, fast.make_runner, self.key, forget, *arguments, timeout=LOAD_TIMEOUT)
+        with fast.announced(pool, *arguments):
+            costs = pool.run(load_for, fast.make_runner, self.key, forget, *arguments, timeout=LOAD_TIMEOUT)
         self._pids = pool.pids
         for key in forget:
             with suppress(ValueError):  # another thread's load has removed it
@@ -74,10 +75,15 @@ class PoolExecutor:
 
     def loaded(self) -> bool:
         """Whether every rank still has it: a rank that was restarted does not. The ranks need not be asked."""
-        return self.pool is self._loaded_on and self.pool.pids == self._pids
+        return self.pool.pids == self._pids and self.pool is self._loaded_on
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> list[ModelRunnerOutput]:
-        return self.pool.run(execute_model_from_json, self.key, scheduler_output.to_json())
+        return self.execute_steps(scheduler_output)[0]
+
+    def execute_steps(self, scheduler_output: SchedulerOutput) -> list[list[ModelRunnerOutput]]:
+        """A step and its lookahead steps in one call; of each the ranks' answers."""
+        answers = self.pool.run(execute_steps, self.key, scheduler_output.to_json())
+        return [list(outputs) for outputs in zip(*answers, strict=True)]
 
     def close(self) -> None:
         """Free it on every rank. The pool stays open; nothing is done if its ranks have ended."""

@@ -1,8 +1,9 @@
 """``LLM``: text in, text out, over tensor-parallel ranks."""
 
+import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -14,6 +15,7 @@ from tplab.checks import quoted, readable
 from tplab.engine.config import EngineConfig
 from tplab.engine.core import Engine
 from tplab.engine.errors import EngineError, GenerationError, RequestError
+from tplab.fast import why_not
 from tplab.invariant import refuse_unknown
 from tplab.llm.executor import LogicalExecutor, PoolExecutor
 from tplab.llm.outputs import RequestOutput, StreamChunk
@@ -21,10 +23,12 @@ from tplab.llm.queue import RequestQueue
 from tplab.llm.requests import RejectedRequest, Request, parse_messages, parse_prompt, parse_prompts, raise_or_warn
 from tplab.llm.sampling_params import SamplingParams
 from tplab.model.dtypes import parse_dtype
-from tplab.patch import applied, as_patches
+from tplab.patch import applied, as_patches, in_force
 from tplab.pool import RankPool
 from tplab.ranks import RankError
 from tplab.shard import ShardPlan
+
+MOST_STEPS, CALL_SECONDS = 8, 0.1  # of one call of the ranks
 
 
 class LLM:
@@ -83,9 +87,12 @@ class LLM:
             max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching, strict=strict, enforce_eager=enforce_eager,
             batch_invariant=batch_invariant, num_speculative_tokens=num_speculative_tokens)
-        executor = executor or (LogicalExecutor if logical else partial(PoolExecutor, pool=pool))
-        self.engine = Engine(executor(ranks), config)
+        make_executor = executor or (LogicalExecutor if logical else partial(PoolExecutor, pool=pool))
+        self.engine = Engine(make_executor(ranks), config)
         self.requests = RequestQueue(self.engine)
+        alone = strict or enforce_eager or logical or executor or self.patches or num_speculative_tokens
+        self._num_steps = 1 if alone or why_not(self.checkpoint.config, self.dtype) else MOST_STEPS
+        self._step_seconds = 0.0
         self._tokenizer: Any = None
         self.closed = False
         with applied(*self.patches):
@@ -156,8 +163,7 @@ class LLM:
 
         bar = tqdm(desc="generate", unit=" tokens", leave=False, delay=0 if use_tqdm else 2,
                    disable=None if use_tqdm is None else not use_tqdm)
-        with self.requests.turn(), bar:
-            requests = self._add_all(prompts, sampling_params)
+        with bar, self._turn(prompts, sampling_params) as requests:
             for changed in self._run(requests):
                 bar.update(sum(changed.values()))
         return [request.output() for request in requests]
@@ -189,13 +195,12 @@ class LLM:
 
     def stream(self, prompts, sampling_params: SamplingParams | Many[SamplingParams] | None = None
                ) -> Iterator[StreamChunk]:
-        """Like :meth:`generate`, but yields every piece of text as soon as it is certain.
+        """Like :meth:`generate`, but yields every piece of text, of one token or some, as soon as it is certain.
 
-        ``for chunk in llm.stream(prompt): print(chunk, end="")``. Leaving the loop early aborts what is unfinished. Until
-        then, other calls of this LLM wait (in other threads) or are refused (in this one).
+        ``for chunk in llm.stream(prompt): print(chunk, end="")``. Leaving the loop early aborts what is unfinished.
+        Until then, other calls of this LLM wait (in other threads) or are refused (in this one).
         """
-        with self.requests.turn():
-            requests = self._add_all(prompts, sampling_params)
+        with self._turn(prompts, sampling_params) as requests:
             index = {request: i for i, request in enumerate(requests)}
             for changed in chain([[request for request in requests if request.error]], self._run(requests)):
                 for request in changed:
@@ -203,16 +208,24 @@ class LLM:
                     if chunk.text or chunk.output.finished:
                         yield chunk
 
-    def _run(self, requests: list) -> Iterator[dict[Request, int]]:
+    @contextmanager
+    def _turn(self, prompts, sampling_params) -> Iterator[list[Any]]:
+        """A call with its requests; those that have not ended after it are aborted."""
+        with self.requests.turn():
+            requests = self._add_all(prompts, sampling_params)
+            try:
+                yield requests
+            finally:
+                self.requests.abort_all(requests)
+
+    def _run(self, requests: list[Any]) -> Iterator[dict[Request, int]]:
         """Step until ``requests`` are done; yields those of them that changed, and how many tokens they got."""
-        unfinished = {request for request in requests if not request.error}
-        try:
-            while unfinished:
-                changed = {request: tokens for request, tokens in self._step(requests).items() if request in unfinished}
-                unfinished -= {request for request in changed if request.finished}
-                yield changed
-        finally:
-            self.requests.abort_all(unfinished)
+        while not all(request.finished for request in requests):
+            changed = {request: tokens for request, tokens in self._step(requests).items() if request in requests}
+            is_last = all(request.finished for request in requests)
+            yield changed
+            if not is_last:
+                self._refuse_closed()  # which would have ended them
         raise_or_warn(requests, [request for request in requests if request.request_id is not None],
                       "ended early, the others did not")
 
@@ -275,13 +288,17 @@ class LLM:
         """One step for all requests: those that changed, and how many tokens they got. If it fails, ``requests`` are
         reported in the error.
         """
-        self._refuse_closed()
         try:
             with applied(*self.patches):
                 if not self.engine.executor.loaded():  # ranks that were restarted have lost the model
                     self._load()
                     self.engine.recompute()
-                return self.requests.step()
+                # Where there is nothing to decide for several quick steps, the ranks wait only once for this process.
+                several = requests and not in_force() and self._step_seconds * self._num_steps < CALL_SECONDS
+                begin, number = time.perf_counter(), self.scheduler.step_number
+                changed = self.requests.step(self._num_steps if several else 1)
+                self._step_seconds = (time.perf_counter() - begin) / max(1, self.scheduler.step_number - number)
+                return changed
         except RankError as error:
             if not requests:
                 raise

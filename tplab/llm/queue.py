@@ -48,10 +48,9 @@ class RequestQueue:
         request.sequence = self.engine.add(request.prompt_token_ids, request.params)
         self.unfinished[request.request_id] = request
 
-    def step(self) -> dict[Request, int]:
-        """One step for all requests; those that changed, and how many tokens they got. Errors as in :meth:`Engine.step`.
-        """
-        self.engine.step()
+    def step(self, num_steps: int) -> dict[Request, int]:
+        """:meth:`Engine.step` for all requests; those that changed, and how many tokens they got."""
+        self.engine.step(num_steps)
         # Also of steps that failed after the engine had taken the tokens in, as where its last check fails.
         changed = {request: tokens for request in list(self.unfinished.values())
                    if (tokens := request.advance(self.engine)) or request.finished}
