@@ -1,12 +1,7 @@
 """Whole steps of the fast path on real ranks: their ends beside float64, and when the reference computes instead."""
 
-import os
-import signal
-import sys
-import threading
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from helpers.checkpoints import make_checkpoint
@@ -47,34 +42,6 @@ def pool(request):
 def two():
     with RankPool(2) as pool:
         yield pool
-
-
-def _stop_while_numba_is_imported():
-    """Start a thread that sends this rank the pool's signal to stop, in the middle of the import."""
-    def stop():
-        while "numba.core" not in sys.modules:
-            pass
-        os.kill(os.getpid(), signal.SIGUSR1)
-
-    assert "numba.core" not in sys.modules
-    threading.Thread(target=stop, daemon=True).start()
-
-
-def test_a_load_that_was_stopped_can_be_done_again(tmp_path):
-    """numba, stopped while it is imported, fails in the next import, or crashes."""
-    def load(stopped):
-        if stopped:
-            _stop_while_numba_is_imported()
-        make_runner(ckpt, plan, config)
-        return "numba.core.dispatcher" in sys.modules
-
-    ckpt = open_checkpoint(make_checkpoint(tmp_path))
-    plan = ShardPlan.from_config(ckpt.config, 1)
-    config = EngineConfig.for_model(ckpt.config, plan, torch.float32, num_blocks=4)
-    with RankPool(1) as pool:
-        with pytest.raises(RankError):
-            pool.run(load, True, timeout=LOAD_TIMEOUT)
-        assert pool.run(load, False, timeout=LOAD_TIMEOUT) == [True]
 
 
 @pytest.mark.parametrize("name, dtype", by_turns([*MODELS], ["float32", "bfloat16"]))
@@ -273,36 +240,3 @@ def test_a_rank_in_compiled_code_does_not_wait_for_ever(tmp_path, two, what, mes
     assert two.run(rank) == [0, 1]
 
 
-# What align_fast would find.
-
-
-def _weight_off():
-    from tplab.fast import linear
-
-    own = linear.pack_weight
-    linear.pack_weight = lambda weight: own(weight * 1.0001)
-    return partial(setattr, linear, "pack_weight", own)
-
-
-def _positions_off_by_one():
-    from tplab.fast import accelerate
-
-    own = accelerate._rotation
-    accelerate._rotation = lambda *given: tuple(np.roll(table, -1, 0) for table in own(*given))
-    return partial(setattr, accelerate, "_rotation", own)
-
-
-def _break(mutate):
-    state["fast test"] = {"end": mutate()}
-
-
-@pytest.mark.parametrize("mutate", [_weight_off, _positions_off_by_one],
-                         ids=lambda mutate: mutate.__name__)
-def test_small_mistakes_are_too_far(two, mutate):
-    two.run(_break, mutate)
-    try:
-        report = align_fast("fable", PROMPTS, pool=two)
-        assert [diff.ok for diff in report.diffs] == [False] * 4
-        assert str(report).count("too far") == 4
-    finally:
-        two.run(_end_kept)

@@ -5,7 +5,7 @@ import json
 import pytest
 from helpers.scripted import BOS, EOS, LETTERS, ended, greedy, ids, letters, scripted_checkpoint
 
-from tplab.checkpoint import CheckpointError, open_checkpoint
+from tplab.checkpoint import CheckpointError
 from tplab.engine import RequestError
 from tplab.llm import LLM, SamplingParams
 from tplab.llm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamChunk
@@ -121,14 +121,6 @@ def test_a_damaged_tokenizer_is_not_taken_for_none(tmp_path):
         assert not llm.has_unfinished_requests
         LETTERS.save(str(folder / "tokenizer.json"))
         assert llm.generate("A", greedy(1))[0].text == "x"
-
-
-def test_fable_is_decoded_as_its_tokenizer_does():
-    text = "Once there was a girl.\nShe said: “naïve café” 😀!"
-    with LLM("fable", 1, logical=True) as llm:
-        ids = open_checkpoint("fable").tokenizer()(text).input_ids
-        assert llm.tokenizer.decode(llm.generate(ids[:4], greedy(30))[0].outputs[0].token_ids, skip_special_tokens=True
-                                    ) == llm.generate(ids[:4], greedy(30))[0].text
 
 
 # What it says of itself.

@@ -6,7 +6,6 @@ import signal
 import threading
 import time
 
-import psutil
 import pytest
 from helpers.checkpoints import make_checkpoint
 
@@ -14,7 +13,7 @@ from tplab import fast
 from tplab.engine import EngineError, GenerationError
 from tplab.llm import LLM, SamplingParams
 from tplab.patch import Patch
-from tplab.pool import RankPool, shared_pool
+from tplab.pool import RankPool
 from tplab.ranks import RankError, rank, state
 
 pytestmark = pytest.mark.pool
@@ -72,27 +71,6 @@ def test_a_thrown_away_engine_is_forgotten_by_its_own_pool(folder, pool):
         LLM(folder, 1, pool=other).close()
     with LLM(folder, 2, pool=pool) as last:
         assert pool.run(engines_on_ranks) == [[last.engine.executor.key]] * 2
-
-
-def test_closing_after_the_pool_was_closed_makes_no_processes(folder):
-    llm, pool = LLM(folder, 2), shared_pool(2)
-    pool.close()
-    children = psutil.Process().children(recursive=True)
-    llm.close()
-    assert psutil.Process().children(recursive=True) == children
-    assert shared_pool(2) is not pool
-    shared_pool(2).close()
-
-
-def test_two_engines_on_one_pool_and_one_that_was_thrown_away(folder, pool, expected):
-    first = LLM(folder, 2, pool=pool)
-    second = LLM(folder, 2, pool=pool, block_size=4)
-    assert tokens(first.generate(PROMPTS, PARAMS)) == tokens(second.generate(PROMPTS, PARAMS)) == expected
-    del first
-    gc.collect()
-    with LLM(folder, 2, pool=pool) as third:
-        assert pool.run(engines_on_ranks) == [[second.engine.executor.key, third.engine.executor.key]] * 2
-    second.close()
 
 
 def test_patches_hold_for_one_engine_only(folder, pool, expected):
