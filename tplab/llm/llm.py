@@ -227,7 +227,7 @@ class LLM:
             if not is_last:
                 self._refuse_closed()  # which would have ended them
         raise_or_warn(requests, [request for request in requests if request.request_id is not None],
-                      "ended early, the others did not")
+                      "ended early, the others did not", 4)
 
     # Step by step.
 
@@ -274,7 +274,7 @@ class LLM:
                 requests.append(Request(self, prompt, params, is_stepped))
             except RequestError as error:
                 requests.append(RejectedRequest(prompt, error))
-        raise_or_warn(requests, requests, "cannot run, the others do")
+        raise_or_warn(requests, requests, "cannot run, the others do", 6)
         for request in requests:
             if not request.error:
                 self.requests.add(request)

@@ -150,10 +150,11 @@ class RejectedRequest:
                              self.error)
 
 
-def raise_or_warn(requests: list, new: list, what: str) -> None:
+def raise_or_warn(requests: list, new: list, what: str, stacklevel: int) -> None:
     """Raise the first error if all of a call's requests failed; otherwise warn of each, so that the others can go on.
 
     ``new``: requests whose errors were not reported yet. ``what``: the end of the warning's sentence.
+    ``stacklevel``: how many calls up, from here, the user's is.
     """
     failed = [request.error for request in requests if request.error]
     if len(failed) == len(requests):
@@ -162,4 +163,4 @@ def raise_or_warn(requests: list, new: list, what: str) -> None:
         raise failed[0]
     for i, request in enumerate(requests):
         if request in new and request.error:
-            warnings.warn(f"prompt {i} {what}: {request.error}", stacklevel=4)
+            warnings.warn(f"prompt {i} {what}: {request.error}", stacklevel=stacklevel)
