@@ -48,11 +48,6 @@ def test_a_name_needs_a_pattern_and_a_point(said, capsys):
         "tplab: --name takes PATTERN=POINT, such as blocks.*.mix.out=layers.*.o_proj; not " + repr(said) + "\n")
 
 
-def test_what_a_terminal_would_obey_is_shown_and_not_done(capsys):
-    code, _, err = run("plan no\x1b[2Jsuch", capsys)
-    assert code == 2 and "no\\x1b[2Jsuch" in err and "\x1b" not in err
-
-
 def test_a_cell_of_a_notebook_can_run_a_command():
     with redirect_stdout(io.StringIO()) as cell:  # as a kernel's stream: no file, no encoding to be set
         assert not hasattr(cell, "reconfigure") and cli.main(["faults", "qkv_order"]) == 0
@@ -84,13 +79,6 @@ def test_the_installed_command_is_the_same_under_its_own_name(started, name, roo
     assert script == f"{cli.main.__module__}:{cli.main.__name__}"
     monkeypatch.setattr("sys.argv", [started])
     assert cli.build_parser().prog == name
-
-
-def test_an_option_that_is_given_twice_counts_twice():
-    parse = cli.build_parser().parse_args
-    assert parse(["align", "fable", "--fault", "a", "--fault", "b", "c"]).fault == ["a", "b", "c"]
-    assert parse(["check", "run", "--model", "fable", "--name", "a=b", "c=d", "--name", "e=f"]).name == [
-        "a=b", "c=d", "e=f"]
 
 
 def test_a_reader_that_leaves_early_is_no_crash():

@@ -118,6 +118,17 @@ def test_conda_environment_installs_the_same_project():
     assert re.search(r"- pip:\n\s+- -e \.\[test\]\n\s+- -e \./notebooks\n", text)
 
 
+def test_the_library_is_installed_alone_and_the_course_beside_it():
+    """What setuptools finds: folders whose names fit; one without an __init__.py would be left out."""
+    for folder, top in ((".", "tplab"), ("notebooks", "course")):
+        project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())
+        assert project["tool"]["setuptools"]["packages"]["find"] == {"include": [f"{top}*"]}
+        fitting = [path.name for path in (ROOT / folder).iterdir() if path.is_dir() and path.name.startswith(top)]
+        assert [name for name in fitting if not name.endswith(".egg-info")] == [top]
+        rooms = {path.parent for path in python_files(f"{folder}/{top}")}
+        assert not [room for room in rooms if not (room / "__init__.py").exists()]
+
+
 @pytest.mark.parametrize("name", ["launch", "pyproject.toml", "notebooks/pyproject.toml", "environment.yml",
                                   ".ci/run"])
 def test_installing_names_no_host(name):

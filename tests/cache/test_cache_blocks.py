@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tplab.cache import BlockPool, BlockTable, CacheError, block_key, blocks_needed, slot_mapping
-from tplab.patch import Patch, applied
 
 
 def table_of(pool, tokens, computed=None):
@@ -33,52 +32,11 @@ def test_a_key_includes_its_parent():
     assert block_key(b"", [258]) != block_key(b"", [1, 2])
 
 
-def test_equal_beginnings_share_blocks_and_nothing_else():
-    pool = BlockPool(8, 2)
-    first = table_of(pool, [1, 2, 3, 4, 5])
-    second = table_of(pool, [1, 2, 3, 4, 6, 7])
-    other = table_of(pool, [9, 2, 3, 4, 5])
-    assert second.block_ids[:2] == first.block_ids[:2] and second.block_ids[2] != first.block_ids[2]
-    assert not set(other.block_ids) & set(first.block_ids)
-    assert [pool.ref_counts[b] for b in first.block_ids] == [2, 2, 1]
-    pool.check([first.block_ids, second.block_ids, other.block_ids])
-
-
 def test_a_block_behind_another_beginning_is_another_block():
     """[3, 4] behind [1, 2] and behind [9, 9]: each sequence finds its own."""
     pool = BlockPool(8, 2)
     first, second = table_of(pool, [1, 2, 3, 4, 5]), table_of(pool, [9, 9, 3, 4, 5])
     assert BlockTable(pool).get_computed_blocks([9, 9, 3, 4, 7]) == second.block_ids[:2] != first.block_ids[:2]
-
-
-def test_what_is_computed_again_can_be_found_again():
-    pool = BlockPool(4, 2)
-    table = table_of(pool, [1, 2, 3, 4])
-    table.free()
-    pool.free_blocks([pool.get_new_block() for _ in range(4)])  # another sequence had all blocks meanwhile
-    table.allocate_slots(4)
-    table.cache_blocks([1, 2, 3, 4], 4)
-    assert BlockTable(pool).get_computed_blocks([1, 2, 3, 4, 5]) == table.block_ids
-
-
-def test_the_last_token_is_never_covered():
-    """Its logits are needed, so it must be computed even where everything is in the cache."""
-    pool = BlockPool(8, 2)
-    table_of(pool, [1, 2, 3, 4])
-    assert len(BlockTable(pool).get_computed_blocks([1, 2, 3, 4])) == 1
-    assert len(BlockTable(pool).get_computed_blocks([1, 2, 3, 4, 5])) == 2
-
-
-def test_only_computed_blocks_are_found():
-    pool = BlockPool(8, 2)
-    table_of(pool, [1, 2, 3, 4, 5, 6], computed=3)
-    assert len(BlockTable(pool).get_computed_blocks([1, 2, 3, 4, 5, 6, 7])) == 1
-
-
-def test_without_prefix_caching_nothing_is_found():
-    pool = BlockPool(8, 2, enable_prefix_caching=False)
-    table_of(pool, [1, 2, 3, 4])
-    assert BlockTable(pool).get_computed_blocks([1, 2, 3, 4, 5]) == [] and pool.num_cached == 0
 
 
 def test_cached_blocks_are_free_and_evicted_oldest_and_last_first():
@@ -89,15 +47,6 @@ def test_cached_blocks_are_free_and_evicted_oldest_and_last_first():
     pool.get_new_block()  # the one that was never used
     pool.get_new_block()  # evicts the end of the sequence, not its beginning
     assert len(BlockTable(pool).get_computed_blocks([1, 2, 3, 4])) == 2
-
-
-def test_a_found_block_outlives_its_first_user():
-    pool = BlockPool(4, 1)
-    first = table_of(pool, [1, 2])
-    second = table_of(pool, [1, 3])
-    first.free()
-    pool.check([second.block_ids])
-    assert not pool.is_free(second.block_ids[0])
 
 
 def test_a_sequence_alone_lies_in_one_piece():
@@ -119,27 +68,6 @@ def test_what_the_pool_refuses():
     for sizes in ((0, 4), (4, 0), (-1, 4), (2.5, 4), (True, 4)):
         with pytest.raises(CacheError, match="whole number"):
             BlockPool(*sizes)
-
-
-def test_check_names_what_is_wrong():
-    pool = BlockPool(4, 2)
-    table = table_of(pool, [1, 2, 3])
-    with pytest.raises(CacheError, match="block 0 is leaked"):
-        pool.check([])
-    with pytest.raises(CacheError, match="block 0 is counted 1 times, but stands in 2 tables"):
-        pool.check([table.block_ids, table.block_ids])
-    pool.touch(0)
-    with pytest.raises(CacheError, match="block 0 is leaked: counted 2 times, but stands in 1 tables"):
-        pool.check([table.block_ids])
-
-
-def test_a_hash_without_parent_is_a_wrong_hit():
-    """What the invariant is for: with the broken key, another beginning finds this block."""
-    with applied(Patch("tplab.cache.table.block_key", lambda parent, token_ids: bytes(token_ids))):
-        pool = BlockPool(8, 2)
-        first = table_of(pool, [1, 2, 3, 4, 5])
-        table_of(pool, [9, 9])
-        assert BlockTable(pool).get_computed_blocks([9, 9, 3, 4, 5])[1:] == [first.block_ids[1]]
 
 
 @given(st.lists(st.tuples(st.sampled_from(["new", "grow", "end"]), st.integers(0, 99), st.integers(1, 12)),
@@ -205,20 +133,6 @@ def test_a_neighbour_is_taken_only_where_it_is_free_and_empty():
     pool = BlockPool(4, 1)
     pool.free_blocks([pool.get_new_block(), pool.get_new_block(after=1)])
     assert pool.get_new_block(after=0) == 1, "the first block has a neighbour too, though 2 would be next"
-
-
-def test_counts_of_a_pool():
-    pool = BlockPool(4, 2)
-    block = pool.get_new_block()
-    pool.touch(block)
-    assert (pool.num_free, pool.num_used, pool.ref_counts[block], pool.times_allocated[block]) == (3, 1, 2, 1)
-    pool.free_blocks([block])
-    assert not pool.is_free(block) and pool.num_used == 1
-    pool.free_blocks([block])
-    assert pool.is_free(block) and pool.num_used == 0
-    while pool.get_new_block() != block:
-        pass
-    assert pool.times_allocated[block] == 2 and pool.ref_counts[block] == 1
 
 
 def test_missing_is_what_grow_allocates():

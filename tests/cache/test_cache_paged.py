@@ -7,6 +7,7 @@ import pytest
 import torch
 from helpers.checkpoints import make_checkpoint
 from helpers.oracle import oracle_attention
+from helpers.turns import by_turns
 
 from tplab.cache import BlockPool, BlockTable, ContiguousKVCache, PagedKVCache, Segment
 from tplab.cache.paged import rope_parts
@@ -35,9 +36,7 @@ def paged_attention(cache, context, q, k, v, shard):
     return out
 
 
-@pytest.mark.parametrize("name", SHARDS)
-@pytest.mark.parametrize("block_size", [1, 3, 4, 16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name, block_size, dtype", by_turns([*SHARDS], [1, 3, 4, 16], [torch.float32, torch.float64]))
 def test_paged_attention_equals_the_oracle(name, block_size, dtype):
     """Steps that mix prefill, chunks and decoding of three sequences in scattered blocks."""
     shard, generator = SHARDS[name], torch.Generator().manual_seed(block_size)
@@ -61,30 +60,6 @@ def test_paged_attention_equals_the_oracle(name, block_size, dtype):
         assert (ours - oracle).abs().max() <= (1e-6 if dtype == torch.float32 else 3e-7)
 
 
-@pytest.mark.parametrize("block_size", [3, 16])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_long_prompts_equal_the_oracle(block_size, dtype):
-    """Whole, in chunks that end anywhere, and beside a decoding sequence; nothing behind the last query is read."""
-    shard, generator = SHARDS["cut group"], torch.Generator().manual_seed(1)
-    pool = BlockPool(200, block_size)
-    spare = [pool.get_new_block() for _ in range(20)]
-    pool.free_blocks(spare[::3])
-    cache, tables, done = PagedKVCache(1, 200, block_size, 2, HEAD_DIM, dtype), [BlockTable(pool) for _ in "ab"], [0, 0]
-    for counts in ([150, 50], [1, 90], [70, 1]):
-        for table, start, count in zip(tables, done, counts):
-            table.allocate_slots(start + count)
-        segments = [Segment(start, count, tuple(table.block_ids), 150)
-                    for table, start, count in zip(tables, done, counts)]
-        done = [start + count for start, count in zip(done, counts)]
-        q, k, v = (torch.randn(sum(counts), heads, HEAD_DIM, generator=generator, dtype=dtype) for heads in (5, 2, 2))
-        context = cache.context(segments)
-        ours = paged_attention(cache, context, q, k, v, shard)
-        oracle = oracle_attention(q, cache.k_cache[0], cache.v_cache[0], segments, shard.kv_for_q, HEAD_DIM ** -0.5)
-        assert (ours - oracle).abs().max() <= (1e-6 if dtype == torch.float32 else 3e-7)
-        for _, keys, values, mask in context.batches(0, k, v):
-            assert not mask[..., -1].all() and keys.shape == values.shape and keys.shape[2] == mask.shape[3]
-
-
 def test_a_neighbours_nan_stays_with_the_neighbour():
     """Padding must not read another sequence's keys: 0 * NaN is NaN."""
     shard, cache = SHARDS["own"], PagedKVCache(1, 8, 2, 3, HEAD_DIM)
@@ -92,25 +67,6 @@ def test_a_neighbours_nan_stays_with_the_neighbour():
     segments = [Segment(0, 1, (3,), 1), Segment(4, 1, (1, 2, 4), 1)]
     q, k, v = (torch.randn(2, 3, HEAD_DIM) for _ in range(3))
     assert paged_attention(cache, cache.context(segments), q, k, v, shard).isfinite().all()
-
-
-def test_bytes_are_those_of_the_kv_heads():
-    cache = PagedKVCache(5, 10, 4, 3, HEAD_DIM, torch.bfloat16)
-    assert cache.bytes_per_token == 2 * 5 * 3 * HEAD_DIM * 2
-    assert cache.nbytes == 40 * cache.bytes_per_token
-    contiguous = ContiguousKVCache(1, 1)
-    k = torch.randn(7, 3, HEAD_DIM)
-    list(contiguous.context([7]).batches(0, k, k))
-    assert contiguous.nbytes == 2 * 7 * 3 * HEAD_DIM * 4
-
-
-def test_a_contiguous_cache_keeps_a_copy():
-    """The activations belong to the step that made them."""
-    cache, k, v = ContiguousKVCache(2, 1), torch.ones(2, 3, HEAD_DIM), torch.full((2, 3, HEAD_DIM), 2.0)
-    list(cache.context([2, 0]).batches(0, k, v))
-    assert cache.context([0, 4]).positions.tolist() == [0, 1, 2, 3] and cache.computed == [2, 4]
-    k.zero_(), v.zero_()
-    assert (cache.k[0][0] == 1).all() and (cache.v[0][0] == 2).all()
 
 
 def test_a_contiguous_cache_grows_by_sequence_and_counts_keys_and_values():

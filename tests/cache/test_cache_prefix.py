@@ -5,7 +5,7 @@ import torch
 from helpers.checkpoints import LONGROPE, make_checkpoint
 from helpers.engine import make_engine, one_at_a_time
 
-from tplab.cache import BlockPool, BlockTable, block_key
+from tplab.cache import BlockPool, BlockTable
 from tplab.llm import LLM, SamplingParams
 
 
@@ -55,23 +55,6 @@ def test_the_last_token_is_computed_even_where_its_block_is_cached(tokens):
     assert table.get_computed_blocks([3, 1, 4, 1, 5, 9, 2, 6, 5][:tokens]) == table.block_ids[:(tokens - 1) // 2]
 
 
-def test_a_key_is_the_chain_over_all_tokens_before():
-    table = computed(BlockPool(8, 2), [1, 2, 3, 4, 5])
-    assert table.keys == [first := block_key(b"", [1, 2]), block_key(first, [3, 4])]
-    assert len(set(map(len, table.keys))) == 1 and block_key(b"", [1]) != block_key(b"", [1, 0])
-
-
-def test_keys_follow_what_the_tokens_have_become():
-    """A prompt's keys are made when it is admitted, those of the output as blocks fill; both are one chain."""
-    pool = BlockPool(8, 2)
-    table = BlockTable(pool)
-    assert table.get_computed_blocks([1, 2, 3]) == []
-    table.allocate_slots(4)
-    table.cache_blocks([1, 2, 3, 4], 4)
-    assert found(pool, [1, 2, 3, 4, 5]) == table.block_ids
-    assert found(pool, [1, 2, 3, 5, 5]) == table.block_ids[:1] and found(pool, [2, 1, 3, 4, 5]) == []
-
-
 def test_the_first_block_with_a_key_keeps_it():
     pool = BlockPool(8, 2)
     first, second = computed(pool, [1, 2]), computed(pool, [1, 2])
@@ -79,25 +62,6 @@ def test_the_first_block_with_a_key_keeps_it():
     second.free()
     assert found(pool, [1, 2, 3]) == first.block_ids
     pool.check([first.block_ids])
-
-
-def test_a_block_has_one_key():
-    pool = BlockPool(2, 1)
-    block = pool.get_new_block()
-    pool.cache_full_block(block, b"one")
-    pool.cache_full_block(block, b"other")
-    assert (pool.get_cached_block(b"one"), pool.get_cached_block(b"other"), pool.num_cached) == (block, None, 1)
-    pool.check([[block]])
-
-
-def test_what_was_handed_out_again_is_not_found_under_its_old_name():
-    pool = BlockPool(1, 2)
-    computed(pool, [1, 2]).free()
-    assert found(pool, [1, 2, 3]) == [0]
-    block = pool.get_new_block()
-    assert found(pool, [1, 2, 3]) == [] and pool.num_cached == 0 and pool.keys == [None]
-    pool.cache_full_block(block, block_key(b"", [5, 6]))
-    assert found(pool, [5, 6, 7]) == [0]
 
 
 def test_nothing_is_found_after_the_contents_were_lost():
@@ -125,12 +89,6 @@ def test_taking_a_prefix_makes_one_user_more_of_each():
     assert not pool.is_free(third.block_ids[0])
     with pytest.raises(AssertionError, match="only stand at the beginning"):
         third.add_computed_blocks(other.block_ids)
-
-
-def test_a_table_finds_nothing_where_nothing_may_be_found():
-    pool = BlockPool(4, 1, enable_prefix_caching=False)
-    pool.cache_full_block(pool.get_new_block(), block_key(b"", [1]))
-    assert found(pool, [1, 2]) == [] and pool.get_cached_block(block_key(b"", [1])) is None and pool.num_cached == 0
 
 
 def test_an_output_is_found_by_a_prompt_that_repeats_it():
@@ -171,11 +129,3 @@ def test_equal_beginnings_of_unequal_prompts_are_not_shared_where_keys_depend_on
         assert not llm.engine.pool.enable_prefix_caching
         together = [logprobs(llm.generate([prompt], params))[0] for prompt in prompts]
     assert together == [pytest.approx(expected, abs=1e-9) for expected in alone]
-
-
-@pytest.mark.parametrize("rope", ["default", "linear", "yarn", "llama3"])
-def test_all_other_ropes_share(tmp_path, rope):
-    with LLM(make_checkpoint(tmp_path / "m", "llama", rope=rope, layers=1), 1, logical=True) as llm:
-        assert llm.engine.pool.enable_prefix_caching
-    with LLM(tmp_path / "m", 1, logical=True, enable_prefix_caching=False) as llm:
-        assert not llm.engine.pool.enable_prefix_caching

@@ -11,7 +11,7 @@ from helpers.engine import EOS, VOCAB, make_engine, one_at_a_time
 from tplab.align import diagnose
 from tplab.checkpoint import open_checkpoint
 from tplab.engine import EngineError, RequestError
-from tplab.engine.config import EngineConfig, bytes_per_token, longest_sequence
+from tplab.engine.config import EngineConfig, bytes_per_token
 from tplab.engine.errors import StandstillError, StrictError
 from tplab.engine.step import ModelRunnerOutput
 from tplab.llm import SamplingParams
@@ -20,27 +20,6 @@ from tplab.shard import ShardPlan
 
 def endless(**params):
     return SamplingParams(**{"temperature": 0, "max_tokens": None, "ignore_eos": True} | params)
-
-
-def test_a_time_once_taken_does_not_move(monkeypatch):
-    clock = iter(range(100, 200))
-    monkeypatch.setattr("tplab.engine.core.time.perf_counter", lambda: float(next(clock)))
-    engine = make_engine(max_num_batched_tokens=2)
-    sequence = engine.add([1, 2, 3], endless(max_tokens=3))
-    metrics = sequence.metrics
-    assert metrics.arrival_time == 100 and metrics.num_prompt_tokens == 3 and metrics.time_to_first_token is None
-    engine.step()
-    assert metrics.first_token_time is None and metrics.num_output_tokens == 0
-    engine.step()
-    first = metrics.first_token_time
-    assert first > metrics.arrival_time and metrics.num_output_tokens == 1 and metrics.finished_time is None
-    engine.step()
-    engine.step()
-    finished = metrics.finished_time
-    assert metrics.first_token_time == first < finished and metrics.num_output_tokens == 3
-    assert metrics.time_to_first_token == first - 100 and metrics.tokens_per_second == 3 / (finished - 100)
-    engine.finish(sequence, "abort")
-    assert metrics.finished_time == finished and sequence.finish_reason == "length"
 
 
 def ends(prompt, **params):
@@ -87,15 +66,6 @@ def test_what_fits_exactly_is_taken_and_one_more_is_not():
         roomy.check_prompt([1], SamplingParams(stop_token_ids=[1, VOCAB]))
 
 
-def test_requests_keep_their_own_tokens_and_numbers():
-    engine, prompt = make_engine(), [1, 2]
-    sequences = [engine.add(prompt, endless(max_tokens=2)) for _ in range(2)]
-    prompt.append(3)
-    engine.step()
-    assert [s.request_id for s in sequences] == [0, 1] and [s.prompt_token_ids for s in sequences] == [[1, 2]] * 2
-    assert sequences[0].output_token_ids == one_at_a_time([1, 2], 1, ignore_eos=True)
-
-
 # A standstill.
 
 
@@ -124,11 +94,6 @@ def test_blocks_that_waiting_sequences_hold_are_no_leak():
     error = standstill(engine)
     assert error.used == error.held == 3 and [number for number, _, _ in error.waiting] == [0, 1, 2]
     assert diagnose(error).fault != "block_leaked"
-
-
-def test_an_engine_with_nothing_to_do_does_nothing():
-    engine = make_engine()
-    assert engine.step() == [] and engine.executor.told == []
 
 
 # Strict.
@@ -176,13 +141,6 @@ def test_strict_sees_a_write_into_a_shared_block_and_a_leak():
     engine.pool.get_new_block()
     with pytest.raises(StrictError, match="step 1: block 0 is leaked"):
         engine.step()  # in which no sequence gets a token
-
-
-def test_strict_counts_what_waiting_sequences_hold():
-    engine = make_engine(max_num_seqs=1, strict=True)
-    engine.add([1, 2], endless(max_tokens=3))
-    engine.add([1, 2], endless(max_tokens=3)).block_table.allocate_slots(2)
-    assert engine.step()
 
 
 def test_strict_allows_what_is_right():
@@ -256,9 +214,3 @@ def test_a_cache_must_fit_into_the_memory_of_one_rank(folder, monkeypatch):
     assert sizes(config, plan, torch.bfloat16, 16, 3, None, 9) == (64, 3, 16)
     with pytest.raises(EngineError, match="num_blocks times block_size can be at most 56"):
         sizes(config, plan, torch.bfloat16, 16, 4, None, 9)
-
-
-@pytest.mark.parametrize("rope,longest", [("default", 48), ("yarn", 48), ("linear", 48), ("dynamic", 96)])
-def test_only_dynamic_rope_states_a_plain_length(tmp_path, rope, longest):
-    folder = make_checkpoint(tmp_path / "m", rope=rope, max_positions=48)
-    assert longest_sequence(open_checkpoint(folder).config) == longest

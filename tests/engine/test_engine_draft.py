@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tplab.engine.draft import LONGEST, num_accepted, propose
-from tplab.engine.errors import EngineError
 from tplab.llm import LLM, SamplingParams
 
 PROMPTS = ["Once upon a time", "The red fox. The red fox. The red", "Mia had a blue ball. Mia had a", "Tom", "and " * 9]
@@ -87,26 +86,8 @@ def test_every_stop_token_ends_the_text_where_it_does_without_drafts(plain, draf
             assert output.outputs[0].token_ids == text[:end]
 
 
-def test_prompts_that_follow_find_no_rejected_token_in_the_cache(plain, drafting):
-    """The blocks that a text filled, drafts included, are found by the next prompt: they hold that text alone."""
-    llm, _ = drafting
-    first = llm.generate(PROMPTS, WAYS["length"], use_tqdm=False)
-    again = [output.prompt_token_ids + output.outputs[0].token_ids[:-3] for output in first]
-    with LLM("fable", 1, batch_invariant=True, logical=True, max_model_len=128) as fresh:
-        expected = fresh.generate(again, WAYS["length"], use_tqdm=False)
-    outputs = llm.generate(again, WAYS["length"], use_tqdm=False)
-    assert [o.outputs for o in outputs] == [o.outputs for o in expected]
-    assert all(output.metrics.prefix_hit_tokens for output in outputs)
-
-
 def test_on_real_ranks_and_the_fast_path(plain):
     with LLM("fable", 2, num_speculative_tokens=4) as llm:
         fast = llm.generate(PROMPTS, WAYS["length"], use_tqdm=False)
     assert [o.outputs[0].token_ids for o in fast] == [o.outputs[0].token_ids for o in plain(WAYS["length"])]
     assert sum(output.metrics.num_accepted_tokens for output in fast) > 0
-
-
-@pytest.mark.parametrize("wrong", [-1, 1.5, "four", None])
-def test_a_number_of_drafts_that_cannot_be(wrong):
-    with pytest.raises(EngineError, match="num_speculative_tokens"):
-        LLM("fable", 1, logical=True, num_speculative_tokens=wrong)

@@ -1,20 +1,21 @@
 """Which tokens may be drawn, and which one is: as Hugging Face's warpers say, over dtypes, vocabularies and ranks."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers.sampling import on_ranks
+from helpers.turns import by_turns
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from tplab.engine import sampler
-from tplab.engine.sampler import gumbel_noise, sample
+from tplab.engine.sampler import gumbel_noise
 from tplab.engine.step import SamplingMetadata
-from tplab.ranks import logical_ranks
+from tplab.ranks import logical_ranks, op_log, rank
 from tplab.shard import split_evenly
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+GREEDY = SamplingMetadata(0.0, 0, 1.0, 0.0, 0, 0, None)
 VOCABULARIES = [13, 300, 1000, 32003]  # bfloat16 counts to 256
 FILTERS = [(0, 1.0, 0.0), (-1, 1.0, 0.0), (1, 1.0, 0.0), (5, 1.0, 0.0), (10**6, 1.0, 0.0), (0, 0.9, 0.0), (0, 0.3, 0.0),
            (0, 1e-9, 0.0), (0, 1.0, 0.02), (0, 1.0, 0.4), (0, 1.0, 1.0), (7, 0.8, 0.0), (9, 1.0, 0.1), (0, 0.95, 0.05),
@@ -56,8 +57,7 @@ def warped(row, draw):
     return scores[0]
 
 
-@pytest.mark.parametrize("vocabulary", VOCABULARIES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocabulary, dtype", by_turns(VOCABULARIES, DTYPES))
 def test_the_draw_is_from_what_hugging_face_leaves(vocabulary, dtype):
     draws = draws_over(vocabulary)
     logits = some_logits(len(draws), vocabulary, dtype)
@@ -69,8 +69,7 @@ def test_the_draw_is_from_what_hugging_face_leaves(vocabulary, dtype):
         assert sum(token > 256 for token in expected) > len(draws) / 2, "most ids must be beyond what bfloat16 counts"
 
 
-@pytest.mark.parametrize("vocabulary", VOCABULARIES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocabulary, dtype", by_turns(VOCABULARIES, DTYPES))
 def test_the_least_token_that_may_be_drawn(monkeypatch, vocabulary, dtype):
     """With noise that turns the order around, the least probable token that the filters let through wins."""
     draws = draws_over(vocabulary)
@@ -82,8 +81,7 @@ def test_the_least_token_that_may_be_drawn(monkeypatch, vocabulary, dtype):
         assert sampled(tp, logits, draws)[0] == expected, f"tp {tp}"
 
 
-@pytest.mark.parametrize("vocabulary", VOCABULARIES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocabulary, dtype", by_turns(VOCABULARIES, DTYPES))
 def test_the_most_probable_token_in_any_place(vocabulary, dtype):
     """Every rank's first and last id, and ids that bfloat16 would round, among draws at a temperature."""
     ids = {0, 1, vocabulary - 1, vocabulary - 2, 257 % vocabulary, 999 % vocabulary}
@@ -92,8 +90,7 @@ def test_the_most_probable_token_in_any_place(vocabulary, dtype):
     logits = some_logits(len(ids) + 1, vocabulary, dtype)
     for row, token in enumerate(sorted(ids)):
         logits[row, token] = 30.0
-    greedy = SamplingMetadata(0.0, 0, 1.0, 0.0, 0, 0, None)
-    draws = [greedy] * len(ids) + [DRAWS[0]]
+    draws = [GREEDY] * len(ids) + [DRAWS[0]]
     for tp in (1, 2, 3):
         assert sampled(tp, logits, draws)[0][:-1] == sorted(ids), f"tp {tp}"
 
@@ -112,19 +109,7 @@ def test_an_exact_tie_at_top_p(monkeypatch, kept, above):
         assert tokens == [order[kept - 1 + bool(above)]]
 
 
-@pytest.mark.parametrize("min_p", [0.05, 0.1, 0.3, 0.7])
-def test_an_exact_tie_at_min_p(min_p):
-    """A token exactly that fraction as probable as the most probable one stays; a billionth less, and it is out."""
-    edge = torch.tensor(min_p, dtype=torch.float64).log()
-    draws = [SamplingMetadata(1.0, 0, 1.0, min_p, seed, 0, None) for seed in range(60)]
-    for shift, kept in ((0.0, {1, 3}), (-1e-9, {1})):
-        logits = torch.tensor([[-50.0, 2.0, -50.0, 2.0 + edge + shift, -50.0]], dtype=torch.float64).expand(60, -1)
-        assert set(sampled(2, logits - 2.0, draws)[0]) == kept
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.5, 2.0])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("vocabulary", [13, 1000])
+@pytest.mark.parametrize("temperature, dtype, vocabulary", by_turns([0.0, 0.5, 2.0], DTYPES, [13, 1000]))
 def test_log_probabilities_are_the_models_before_temperature_and_filters(temperature, dtype, vocabulary):
     counts = [None, 0, 1, 3, 13, None]
     generator = torch.Generator().manual_seed(3)
@@ -147,37 +132,11 @@ def test_log_probabilities_are_the_models_before_temperature_and_filters(tempera
             assert len({t for t, _, _ in entries[1:]}) == counts[row]
 
 
-def test_more_log_probabilities_than_there_are_tokens():
-    logits = some_logits(1, 13, torch.float32)
-    for tp in (1, 2):
-        _, found = sampled(tp, logits, [SamplingMetadata(1.0, 0, 1.0, 0.0, 0, 0, 100)])
-        assert [token for token, _, _ in found[0][1:]] == logits[0].argsort(descending=True).tolist()
-
-
 def test_asking_for_log_probabilities_does_not_change_the_draw():
     logits = some_logits(len(DRAWS), 300, torch.float32)
     plain = sampled(2, logits, DRAWS)[0]
     assert sampled(2, logits, [draw._replace(logprobs=0) for draw in DRAWS])[0] == plain
     assert sampled(2, logits, [draw._replace(logprobs=2) for draw in DRAWS])[0] == plain
-
-
-def test_only_rows_that_need_it_are_gathered(monkeypatch):
-    """The whole vocabulary of a row crosses the ranks for filters and log probabilities only."""
-    gathered = []
-    logits = some_logits(5, 40, torch.float32)
-    draws = [SamplingMetadata(0.0, 0, 1.0, 0.0, 0, 0, None), SamplingMetadata(1.0, 0, 1.0, 0.0, 0, 0, None),
-             SamplingMetadata(1.0, 0, 1.0, 0.1, 0, 0, None),
-             SamplingMetadata(0.0, 0, 1.0, 0.0, 0, 0, 0), SamplingMetadata(1.0, -1, 1.0, 0.0, 0, 0, None)]
-
-    def gather(part):
-        gathered.append(part.clone())
-        return part
-
-    lm_head = SimpleNamespace(rows=range(40), num_embeddings=40, gather=gather)
-    logical_ranks(1, sample, lm_head, logits, draws)
-    assert len(gathered) == 1 and torch.equal(gathered[0], logits[[2, 3]])
-    logical_ranks(1, sample, lm_head, logits[:2], draws[:2])
-    assert len(gathered) == 1
 
 
 def test_the_noise_is_gumbels():
@@ -195,10 +154,35 @@ def test_no_two_draws_share_their_noise():
     assert len(seen) == len(seeds) * len(positions)
 
 
-def test_rows_draw_by_their_own_seed_and_position():
-    logits = torch.zeros(1, 1000)
-    draw = SamplingMetadata(1.0, 0, 1.0, 0.0, 3, 0, None)
-    draws = [draw._replace(seed=seed, position=position) for seed in (0, 1, 2) for position in (0, 1, 2)]
-    tokens = [sampled(2, logits, [one])[0][0] for one in draws]
-    assert len(set(tokens)) == 9
-    assert sampled(2, logits.expand(9, -1), draws)[0] == tokens
+@pytest.mark.parametrize("tp, dtype", by_turns([1, 2, 3, 4], DTYPES))
+def test_greedy_is_argmax_ties_and_nan_included(tp, dtype):
+    """Of equal scores the lowest id is taken, and named first; equals share a rank."""
+    logits = torch.randint(0, 4, (40, 13), generator=torch.Generator().manual_seed(tp)).to(dtype)  # ties everywhere
+    logits[1, 5:9], logits[2], logits[3], logits[4, 12] = torch.nan, torch.nan, -torch.inf, torch.inf
+    tokens, logprobs = sampled(tp, logits, [GREEDY] * 5 + [GREEDY._replace(logprobs=row % 6) for row in range(5, 40)])
+    assert tokens == logits.argmax(-1).tolist()
+    for row, (drawn, *top) in logprobs.items():
+        best = sorted(range(13), key=lambda token: (-logits[row, token], token))[:row % 6]
+        assert (drawn[0], drawn[2]) == (tokens[row], 1)
+        assert [(t, place) for t, _, place in top] == [(t, int((logits[row] > logits[row, t]).sum()) + 1) for t in best]
+
+
+def test_greedy_gathers_two_numbers_per_rank_not_the_vocabulary():
+    def on_rank():
+        sampler.best_offer(sampler.offer(torch.randn(3, 500), 500 * rank()))
+        return [(record.op, list(record.shape)) for record in op_log()]
+
+    assert logical_ranks(2, on_rank) == [[("all_gather", [3, 2])]] * 2
+
+
+@pytest.mark.parametrize("draw", DRAWS[:12:3], ids=str)
+@pytest.mark.parametrize("where", [slice(None), slice(3, 4), slice(12, 13)], ids=["all", "one", "last"])
+def test_nothing_is_drawn_from_nan(draw, where):
+    """Whichever rank has it; greedy goes on as argmax does, and so do the neighbours."""
+    logits = some_logits(3, 13, torch.float32)
+    clean = sampled(1, logits, [draw] * 3)[0]
+    logits[1, where] = torch.nan
+    for tp in (1, 2, 3):
+        assert sampled(tp, logits, [draw] * 3)[0] == [clean[0], None, clean[2]]
+        for tokens, logprobs in on_ranks(tp, logits, [draw, GREEDY._replace(logprobs=2), draw]):
+            assert tokens == [clean[0], int(logits[1].argmax()), clean[2]] and len(logprobs[1]) == 3

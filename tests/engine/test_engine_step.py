@@ -1,18 +1,15 @@
 """What the ranks are told in a step, and what they remember of the last one."""
 
-from types import SimpleNamespace
-
 import pytest
 from helpers.checkpoints import make_checkpoint
 from helpers.engine import RanksFailed, make_engine, one_at_a_time
 
 from tplab.cache import Segment
-from tplab.engine import EngineError, sampler
-from tplab.engine.runner import drop_runners, execute_model, has_runner, load_runner
+from tplab.engine import sampler
 from tplab.engine.step import SamplingMetadata, ScheduledRequest, SchedulerOutput
 from tplab.llm import LLM, SamplingParams
 from tplab.patch import Patch
-from tplab.ranks import RankError, rank, state
+from tplab.ranks import RankError, rank
 
 
 def endless(**params):
@@ -22,22 +19,6 @@ def endless(**params):
 def told(engine):
     """What the ranks were told last, by sequence."""
     return {part.request_id: part for part in engine.executor.told[-1].requests}
-
-
-def test_a_load_drops_engines_that_are_not_needed_and_says_what_it_costs():
-    made = SimpleNamespace(load_stats={"bytes_read": 5})
-    state["engine a"] = "a runner"
-    found = load_runner("engine b", ["engine a"], 1, 2, make=lambda *given: made if given == (1, 2) else None)
-    assert found == {"bytes_read": 5}
-    assert not has_runner("engine a") and state.pop("engine b") is made
-
-
-def test_to_forget_an_engine_that_a_rank_never_had_is_no_error():
-    state["engine b"] = "a runner"
-    drop_runners(["engine a", "engine b"])
-    assert not has_runner("engine b")
-    with pytest.raises(EngineError, match="this rank was restarted and has lost its weights and its cache"):
-        execute_model("engine b", None)
 
 
 # What is said.
@@ -92,18 +73,6 @@ def test_a_prompt_is_told_in_chunks_and_drawn_tokens_are_not_told_again():
         assert part.segment == Segment(5 + position, 1, sequence.block_table.block_ids, 6)
 
 
-def test_one_token_that_the_ranks_did_not_draw_is_sent():
-    """A prompt of one token, and the last one of a prompt in chunks, look like decoding and are not."""
-    engine = make_engine(max_num_batched_tokens=2)
-    engine.add([5, 6, 7], endless())
-    engine.add([8], endless())
-    seen = []
-    for _ in range(4):
-        engine.step()
-        seen.append({number: part.token_ids for number, part in told(engine).items()})
-    assert seen[:3] == [{0: (5, 6)}, {0: (7,), 1: (8,)}, {0: (), 1: ()}]
-
-
 @pytest.mark.parametrize("carry_out", [(), (0,), (1,), (0, 1)], ids=str)
 @pytest.mark.parametrize("failures", [1, 2])
 def test_after_a_step_that_failed_the_ranks_are_told_what_they_may_remember_differently(carry_out, failures):
@@ -123,52 +92,6 @@ def test_after_a_step_that_failed_the_ranks_are_told_what_they_may_remember_diff
     while engine.scheduler.has_unfinished:
         engine.step()
     assert [s.output_token_ids for s in sequences] == expected
-
-
-def test_after_a_missed_turn_the_token_is_sent():
-    """The ranks remember the last step alone; a budget of one lets the second prompt wait for its turn."""
-    engine = make_engine(max_num_batched_tokens=2)
-    first, second = engine.add([1], endless(max_tokens=9)), engine.add([2], endless(max_tokens=9))
-    engine.step()
-    engine.scheduler.max_num_batched_tokens = 1
-    engine.step()
-    assert list(told(engine)) == [0]
-    engine.finish(first, "abort")
-    engine.step()
-    assert told(engine)[1].token_ids == (second.token_ids[1],)
-
-
-def test_an_output_that_is_read_again_in_chunks_draws_nothing_before_its_end():
-    """Also the first chunk, of one token, follows at once the step in which the sequence was drawn for."""
-    engine = make_engine(strict=True)
-    sequence = engine.add([1, 2], endless(max_tokens=9))
-    for _ in range(3):
-        engine.step()
-    tokens = tuple(sequence.token_ids)
-    engine.executor.lose_everything()
-    engine.recompute()
-    engine.scheduler.max_num_batched_tokens = 1
-    for position in range(5):
-        engine.step()
-        (part,) = told(engine).values()
-        assert part.token_ids == tokens[position:position + 1] and (part.sampling is None) == (position < 4)
-    while engine.scheduler.has_unfinished:
-        engine.step()
-    assert sequence.output_token_ids == one_at_a_time([1, 2], 9, ignore_eos=True)
-
-
-def test_after_losing_its_place_everything_is_told_again():
-    engine = make_engine()
-    sequence = engine.add([1, 2], endless())
-    for _ in range(2):
-        engine.step()
-    tokens = tuple(sequence.token_ids)
-    engine.executor.lose_everything()
-    engine.recompute()
-    engine.step()
-    (part,) = told(engine).values()
-    assert part.token_ids == tokens and part.segment == Segment(0, 4, sequence.block_table.block_ids, 2)
-    assert part.sampling.position == 2
 
 
 # What a rank remembers, with a model.
@@ -219,21 +142,3 @@ def test_a_step_that_fails_on_one_rank_changes_no_token(folder, broken_rank, whe
     with LLM(folder, 2, "float64", logical=True, block_size=4, patches=[patch]) as llm:
         disturbed, failed = tokens_of(llm)
     assert failed == 2 and disturbed == undisturbed
-
-
-@pytest.mark.parametrize("strict", [False, True])
-def test_every_rank_computes_every_step_once(folder, strict):
-    """And answers with the slots it wrote only if they are checked."""
-    seen = []
-    patch = Patch("tplab.engine.runner.batch_order", lambda step: seen.append(step.step_number) or step.requests)
-    with LLM(folder, 2, logical=True, patches=[patch], strict=strict) as llm:
-        executor, answers = llm.engine.executor, []
-        execute = executor.execute_model
-        executor.execute_model = lambda step: answers.append(execute(step)) or answers[-1]
-        llm.generate(PROMPTS, endless(max_tokens=2))
-        assert seen == [1, 1, 2, 2] and len(answers) == 2
-        assert all((output.slots is not None) == strict for outputs in answers for output in outputs)
-        assert executor.loaded()
-        executor.states[1] = {}
-        assert not executor.loaded(), "one rank that has lost it is enough"
-    assert executor.states == [{}, {}]

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from helpers.turns import by_turns
 
 from tplab.fast.attention import TILE, pack_keys_and_values, paged_attention, tiled_attention
 from tplab.fast.compiled import entry
@@ -65,10 +66,10 @@ class Case:
         assert far <= 4 * torchs + rounding
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("keys", [1, 2, 15, 16, 17, 100, 1000])
-@pytest.mark.parametrize("head_dim, group, block_size", [(8, 1, 16), (64, 3, 16), (10, 7, 5), (33, 2, 1)])
-def test_one_position_in_place(keys, head_dim, group, block_size, dtype):
+@pytest.mark.parametrize("keys, sizes, dtype", by_turns(
+    [1, 2, 15, 16, 17, 100, 1000], [(8, 1, 16), (64, 3, 16), (10, 7, 5), (33, 2, 1)], DTYPES, least=16))
+def test_one_position_in_place(keys, sizes, dtype):
+    head_dim, group, block_size = sizes
     case = Case(keys, head_dim, group, block_size, dtype)
     q = case.q[0].numpy().copy()
     _paged(q, *case.arrays(), case.table, block_size, keys, np.float32(case.scaling),
@@ -76,11 +77,12 @@ def test_one_position_in_place(keys, head_dim, group, block_size, dtype):
     case.check(torch.from_numpy(q)[None])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("keys, new", [(5, 5), (16, 16), (17, 9), (64, 64), (65, 33), (200, 190), (300, 7)])
-@pytest.mark.parametrize("head_dim, group, block_size", [(8, 1, 16), (64, 3, 16), (10, 7, 5), (96, 2, 4)])
-def test_parts_of_a_prompt_in_tiles(keys, new, head_dim, group, block_size, dtype):
+@pytest.mark.parametrize("lengths, sizes, dtype", by_turns(
+    [(5, 5), (16, 16), (17, 9), (64, 64), (65, 33), (200, 190), (300, 7)],
+    [(8, 1, 16), (64, 3, 16), (10, 7, 5), (96, 2, 4)], DTYPES, least=16))
+def test_parts_of_a_prompt_in_tiles(lengths, sizes, dtype):
     """What is left from a sequence before, in all memory for the work, must not be read: it is NaN here."""
+    (keys, new), (head_dim, group, block_size) = lengths, sizes
     case, word = Case(keys, head_dim, group, block_size, dtype, new), per_word(dtype)
     kind = np.float32 if dtype == torch.float32 else np.uint32
     k_steps, v_steps = padded(head_dim, dtype) // word, -(-keys // (16 * word)) * 16

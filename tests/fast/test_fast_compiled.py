@@ -4,14 +4,16 @@ import os
 import subprocess
 import sys
 import textwrap
-import time
-from pathlib import Path
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
-from filelock import FileLock, Timeout
-from numba.core import caching
+import torch
 
-from tplab.fast import compiled
+from tplab import fast
+from tplab.checkpoint import open_checkpoint
+from tplab.engine.config import EngineConfig
+from tplab.shard import ShardPlan
 
 MODULE = """
     from tplab.fast.compiled import entry, inner
@@ -32,7 +34,7 @@ USE = """
 
     def use():
         module = importlib.reload(mine)
-        compiled.compile_ahead(module.double, 1)
+        compiled.compile_ahead("int", module.double, 1)
         stats = module.double.stats
         print(module.double(21), sum(stats.cache_hits.values()), sum(stats.cache_misses.values()), flush=True)
 
@@ -44,12 +46,11 @@ USE = """
 def start(tmp_path):
     """Start a process that compiles, or loads, ``double``, and then runs ``more``, which can do it again: ``use()``. It
     prints 42, cache hits and cache misses each time."""
-    (tmp_path / "mine.py").write_text(textwrap.dedent(MODULE))
-
-    def start(more=""):
-        (tmp_path / "use.py").write_text(textwrap.dedent(USE) + textwrap.dedent(more))
-        return subprocess.Popen([sys.executable, tmp_path / "use.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                                text=True, cwd=tmp_path, env={**os.environ, "TPLAB_CACHE": str(tmp_path / "cache")})
+    def start(more="", folder=tmp_path):
+        (folder / "mine.py").write_text(textwrap.dedent(MODULE))
+        (folder / "use.py").write_text(textwrap.dedent(USE) + textwrap.dedent(more))
+        return subprocess.Popen([sys.executable, folder / "use.py"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                text=True, cwd=folder, env={**os.environ, "TPLAB_CACHE": str(tmp_path / "cache")})
     return start
 
 
@@ -63,7 +64,23 @@ def test_one_process_compiles_and_all_load(start, tmp_path):
     """Two that start at once: a child of the first one compiles; no other process does, then or later."""
     assert [said(process) for process in [start(), start()]] == [["42 1 0"]] * 2
     assert len(list((tmp_path / "cache" / "numba").rglob("*.nbc"))) == 1
-    assert said(start()) == ["42 1 0"]
+    (tmp_path / "copy").mkdir()
+    assert said(start(folder=tmp_path / "copy")) == ["42 1 0"], "the same source, of another date, in another place"
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_the_first_load_says_that_it_compiles(monkeypatch, capsys, is_compiled):
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")
+    monkeypatch.delenv(fast.SWITCH, raising=False)
+    ckpt, pool = open_checkpoint("fable"), SimpleNamespace(run=lambda *call, timeout: [True, is_compiled])
+    plan = ShardPlan.from_config(ckpt.config, 2)
+    config = EngineConfig.for_model(ckpt.config, plan, torch.float32, num_blocks=4)
+    with fast.announced(pool, ckpt, plan, config):
+        begun = capsys.readouterr().err
+    end = capsys.readouterr().err
+    assert begun == "" == end if is_compiled else (begun == "compiling for this processor, once … " and " s\n" in end)
+    with fast.announced(pool, ckpt, plan, replace(config, enforce_eager=True)):
+        assert capsys.readouterr() == ("", "")
 
 
 def test_damaged_files_are_compiled_anew_and_what_cannot_be_compiled_is_said(start):
@@ -86,47 +103,6 @@ def test_damaged_files_are_compiled_anew_and_what_cannot_be_compiled_is_said(sta
     first, *damaged, whole, error, _ = [line for line in said(process) if line][:10]
     assert (first, damaged, whole) == ("42 1 0", ["42 0 1"] * 6, "42 1 0")
     assert error.startswith("the fast path could not be compiled on this machine") and "TPLAB_FAST=0" in error
-
-
-def test_processes_write_the_index_one_after_the_other(monkeypatch):
-    """Two that save code for different types at the same time must not take the same file for it."""
-    def is_alone(*_):
-        with pytest.raises(Timeout), FileLock(compiled._folder() / "index.lock", timeout=0):
-            pass
-        seen.append(1)
-
-    seen, cache = [], compiled.entry(lambda x: x)._cache
-    for name in ("load_overload", "save_overload"):
-        monkeypatch.setattr(caching.FunctionCache, name, is_alone)
-        getattr(cache, name)("types", "code")
-    assert len(seen) == 2
-
-
-def test_folders_that_were_not_used_for_a_month_go(monkeypatch, tmp_path):
-    monkeypatch.setattr(compiled, "_folder", lambda: tmp_path / "own")
-    for name, days in (("own", 99), ("used", 1), ("unused", 31), ("of an old version", 31)):
-        (tmp_path / name).mkdir()
-        lock = tmp_path / name / "compile.lock"
-        if name != "of an old version":
-            lock.touch()
-        then = time.time() - days * 24 * 3600
-        os.utime(lock if lock.exists() else lock.parent, (then, then))
-    compiled._remove_unused()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["own", "used"]
-
-
-def test_another_version_processor_or_source_has_another_folder(monkeypatch, tmp_path):
-    """numba itself looks at the date of one file only."""
-    folder, folders = compiled._folder.__wrapped__, set()
-    (tmp_path / "other.py").write_bytes(Path(compiled.oplog.__file__).read_bytes() + b"\n")
-    changes = [(compiled.numba, "__version__", "0"), (compiled.llvmlite, "__version__", "0"),
-               (compiled.cpu, "form", lambda: "AVX2"), (compiled.config, "CPU_NAME", "generic"),
-               (compiled.config, "CPU_FEATURES", "+none"), (compiled.oplog, "__file__", str(tmp_path / "other.py"))]
-    for change in changes:
-        with monkeypatch.context() as patch:
-            patch.setattr(*change)
-            folders.add(folder())
-    assert len(folders | {folder()}) == len(changes) + 1 and folder() == folder()
 
 
 def test_where_nothing_can_be_kept_each_process_compiles(start, tmp_path):

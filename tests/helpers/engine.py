@@ -77,6 +77,13 @@ class TokenRanks:
             raise RanksFailed
         return outputs
 
+    def execute_steps(self, step: SchedulerOutput) -> list[list[ModelRunnerOutput]]:
+        outputs = [self.execute_model(step)]
+        while step.num_lookahead_steps:
+            step = step.next_step()
+            outputs.append(self.execute_model(step))
+        return outputs
+
     def _rank(self, step, memory, rank):
         drawn, slots, accepted = {}, [], {}
         for request in step.requests:

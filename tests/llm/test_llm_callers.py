@@ -1,235 +1,198 @@
-"""Several callers of one LLM: a step of any caller advances all requests, and each caller gets its own."""
+"""Who calls an LLM: streams, threads, steps, calls that fail, and what of them stays behind."""
 
+import gc
+import sys
 import threading
+import warnings
 
 import pytest
 from helpers.checkpoints import make_checkpoint
+from helpers.scripted import ended, greedy, letters
 
 from tplab.engine import EngineError, GenerationError, RequestError
+from tplab.engine.sequence import Sequence
 from tplab.llm import LLM, SamplingParams
+from tplab.llm.requests import RejectedRequest, Request
 from tplab.patch import Patch
 from tplab.ranks import RankError
 
-LONG = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-SHORT = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
-A, B = "Once there was", "Mira saw the"
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return letters(tmp_path_factory.mktemp("letters") / "m")
 
 
 @pytest.fixture(scope="module")
-def fable():
-    with LLM("fable", 1, logical=True, strict=True, block_size=4, num_blocks=80) as llm:
+def letters_llm(folder):
+    with LLM(folder, 2, logical=True, strict=True, block_size=4, num_blocks=60) as llm:
         yield llm
 
 
 @pytest.fixture
-def llm(fable):
-    yield fable
-    assert not fable.has_unfinished_requests and fable.engine.pool.num_used == 0
+def llm(letters_llm):
+    yield letters_llm
+    assert not letters_llm.has_unfinished_requests and letters_llm.engine.pool.num_used == 0
 
 
-def tokens(output):
-    return output.outputs[0].token_ids
+def before_steps(llm, monkeypatch, function):
+    """Call ``function(number)`` before each step that the ranks compute; the first has number 1."""
+    execute, numbers = llm.engine.executor.execute_model, iter(range(1, 1000))
 
-
-def alone(llm, prompt, params):
-    return tokens(llm.generate(prompt, params)[0])
-
-
-@pytest.mark.parametrize("count", [3, 4])  # the shorter one ends in a step of its own, or in one of the other's
-def test_two_streams_read_in_turn(llm, count):
-    short = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-    expected = alone(llm, A, LONG), alone(llm, B, short)
-    streams, last = [llm.stream(A, LONG), llm.stream(B, short)], [None, None]
-    reading = [0, 1]
-    while reading:
-        for i in list(reading):
-            chunk = next(streams[i], None)
-            if chunk is None:
-                reading.remove(i)
-            else:
-                last[i] = chunk.output
-    assert (tokens(last[0]), tokens(last[1])) == expected and all(output.finished for output in last)
-
-
-def test_generate_and_step_inside_a_stream(llm):
-    expected, other = alone(llm, A, SHORT), alone(llm, B, LONG)
-    seen, stepped = [], []
-    number = llm.add_request(B, LONG)
-    for chunk in llm.stream(A, SHORT):
-        seen.append(chunk.output)
-        stepped += llm.step()
-        assert alone(llm, B, LONG) == other  # more steps than the stream's own request needs
-    assert tokens(seen[-1]) == expected and seen[-1].finished
-    assert {output.request_id for output in stepped} == {number} and tokens(stepped[-1]) == other
-
-
-def test_what_ended_in_a_generate_is_handed_out_by_the_next_step(llm):
-    expected = alone(llm, A, SHORT)
-    number = llm.add_request(A, SHORT)
-    llm.generate(B, LONG)
-    assert not llm.scheduler.has_unfinished and llm.has_unfinished_requests
-    outputs = []
-    while llm.has_unfinished_requests:
-        outputs += llm.step()
-    assert [(output.request_id, tokens(output), output.finished) for output in outputs] == [(number, expected, True)]
-    assert llm.step() == []
-
-
-def test_a_step_that_fails_for_one_caller_costs_the_others_nothing(llm, monkeypatch):
-    expected = alone(llm, A, LONG)
-    llm.add_request(A, LONG)
-    execute, calls = llm.engine.executor.execute_model, []
-
-    def fails_once(step):
-        calls.append(step)
-        if len(calls) == 5:
-            raise RankError("rank 1 died")
+    def executes(step):
+        function(next(numbers))
         return execute(step)
+    monkeypatch.setattr(llm.engine.executor, "execute_model", executes)
 
-    monkeypatch.setattr(llm.engine.executor, "execute_model", fails_once)
-    with pytest.raises(GenerationError, match="rank 1 died\n4 tokens had been generated") as caught:
-        llm.generate(B, LONG)
-    assert len(tokens(caught.value.outputs[0])) == 4
+
+def fails_in(number):
+    def fail(step):
+        if step == number:
+            raise RankError("rank 1 fell over")
+    return fail
+
+
+def read_to_the_end(llm):
     outputs = []
     while llm.has_unfinished_requests:
         outputs += llm.step()
-    assert len(tokens(outputs[0])) == 5 and tokens(outputs[-1]) == expected
+    return outputs
 
 
-@pytest.mark.parametrize("prompts", [[A], [A, B]], ids=["one", "two"])
-def test_aborting_in_the_loop_ends_the_stream(llm, prompts):
-    chunks = []
-    for chunk in llm.stream(prompts, LONG):
-        if not chunks:
-            first = llm.abort(chunk.output.request_id)
-        chunks.append(chunk)
-    assert first.outputs[0].finish_reason == "abort" and len(tokens(first)) == 1
-    last = [[c.output for c in chunks if c.index == i][-1] for i in range(len(prompts))]
-    assert [o.outputs[0].finish_reason for o in last] == ["abort", "length"][:len(prompts)]
-    assert sum(c.output.finished for c in chunks) == len(prompts)
+# Streams.
 
 
-def test_cleaning_up_meets_requests_that_are_gone(llm):
-    stream = llm.stream([A, B], LONG)
-    number = next(stream).output.request_id
-    llm.abort(number)
-    llm.add_request(A, SHORT)
-    for other in list(llm.requests.unfinished):
-        llm.abort(other)
-    stream.close()
-    assert llm.step() == []
-    with pytest.raises(RequestError, match=f"there is no unfinished request {number}; there are: none"):
-        llm.abort(number)
+def test_streamed_pieces_are_the_generated_texts(llm):
+    params = SamplingParams(temperature=100.0, top_k=40, seed=5, max_tokens=20, ignore_eos=True, logprobs=1)
+    whole, kept, texts = llm.generate(["A", "B"], params), [], ["", ""]
+    for chunk in llm.stream(["A", "B"], params):
+        texts[chunk.index] += str(chunk)
+        kept.append((chunk.output, chunk.output.to_dict()))
+    assert texts == [output.text for output in whole]
+    assert [ended(output) for output, _ in kept[-2:]] == [ended(output) for output in whole]
+    assert all(output.to_dict() == then for output, then in kept), "a later step changes no chunk"
 
 
-def test_a_stream_left_at_a_prompt_that_cannot_run(llm):
+def test_a_stream_that_is_left_aborts_its_requests(llm):
+    for _ in llm.stream(["A", "B"], greedy(40, ignore_eos=True)):
+        break
+    assert not llm.has_unfinished_requests
     with pytest.warns(UserWarning, match="prompt 0 cannot run, the others do"):
-        for chunk in llm.stream([[], A], LONG):
+        for chunk in llm.stream([[], "A"], greedy()):
             assert chunk.output.outputs[0].finish_reason == "error"
             break
-    assert not llm.has_unfinished_requests
 
 
-def test_a_stream_thrown_away_in_the_middle_of_a_step(llm, monkeypatch):
-    """As the garbage collector does, at any moment, in whatever thread it runs."""
-    expected = alone(llm, B, SHORT)
-    stream, execute = llm.stream(A, LONG), llm.engine.executor.execute_model
-    next(stream)
-
-    def throws_away(step):
-        stream.close()
-        return execute(step)
-
-    monkeypatch.setattr(llm.engine.executor, "execute_model", throws_away)
-    assert alone(llm, B, SHORT) == expected
+def test_a_stream_is_one_call_until_its_end(llm):
+    """Other calls of the same thread are refused by name, and go on when it is closed."""
+    stream = llm.stream("A", greedy())
+    assert str(next(stream)) == "x"
+    for call in (lambda: llm.generate("B"), llm.step, lambda: next(llm.stream("B")), lambda: llm.add_request("B"),
+                 lambda: llm.abort(0)):
+        with pytest.raises(EngineError, match="in the middle of a call of the same thread, such as a stream"):
+            call()
+    stream.close()
+    assert llm.generate("B", greedy(2))[0].text == "pq"
 
 
-def test_closing_under_a_paused_stream():
-    llm = LLM("fable", 1, logical=True)
-    llm.add_request(A, LONG)
-    stream = llm.stream(B, LONG)
+def test_closing_under_a_stream_ends_it(folder):
+    llm = LLM(folder, 1, logical=True)
+    llm.add_request("A", greedy())
+    stream = llm.stream("B", greedy())
     next(stream)
     unfinished = list(llm.requests.unfinished.values())
-    llm.close()
+    llm.close(), llm.close()
     assert [request.output().outputs[0].finish_reason for request in unfinished] == ["abort"] * 2
-    assert not llm.has_unfinished_requests and llm.engine.pool.num_used == 0
-    for call in (lambda: next(stream), llm.step, lambda: next(llm.stream(A)), lambda: llm.add_request(A)):
+    assert not llm.has_unfinished_requests and llm.engine.pool.num_used == 0 and repr(llm).endswith(", closed>")
+    for call in (lambda: next(stream), llm.step, lambda: next(llm.stream("A")), lambda: llm.add_request("A"),
+                 lambda: llm.generate("A")):
         with pytest.raises(EngineError, match="this LLM is closed; make a new one"):
             call()
     assert list(stream) == []
 
 
-def test_threads(llm):
-    """Each gets its own answers, in steps that they share."""
-    prompts = [f"{name} saw the" for name in ("Mira", "Elsa", "Magnus", "The fox", "A dog", "He", "She", "Nobody")]
-    expected = [alone(llm, prompt, LONG) for prompt in prompts]
-    found, errors, barrier = {}, [], threading.Barrier(len(prompts))
+# Threads, and calls inside of calls.
 
-    def work(i):
-        try:
-            barrier.wait()
-            for turn in range(3):
-                if (i + turn) % 2:
-                    output = llm.generate(prompts[i], LONG)[0]
-                else:
-                    output = list(llm.stream([prompts[i]], LONG))[-1].output
-                found[i, turn] = tokens(output)
-        except BaseException as error:
-            errors.append(error)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(prompts))]
+def test_threads_wait_for_each_other(llm):
+    expected = {prompt: ended(llm.generate(prompt, greedy())[0]) for prompt in "ABC"}
+    results, barrier = [], threading.Barrier(6)
+
+    def work(prompt, streams):
+        barrier.wait()
+        for _ in range(3):
+            output = ([*llm.stream(prompt, greedy())][-1].output if streams else llm.generate(prompt, greedy())[0])
+            results.append(ended(output) == expected[prompt])
+
+    threads = [threading.Thread(target=work, args=(prompt, streams)) for prompt in "ABC" for streams in (0, 1)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
-    assert not errors
-    assert found == {(i, turn): expected[i] for i in range(len(prompts)) for turn in range(3)}
-
-
-def test_a_second_thread_is_served_while_the_first_one_steps(llm, monkeypatch):
-    """It does not wait until a long generation is over."""
-    order, begun = [], threading.Event()
-    alone(llm, B, SHORT)
-    execute = llm.engine.executor.execute_model
-
-    def executes(step):
-        begun.set()
-        return execute(step)
-
-    monkeypatch.setattr(llm.engine.executor, "execute_model", executes)
-
-    def work(name, prompt, params):
-        llm.generate(prompt, params)
-        order.append(name)
-
-    params = SamplingParams(temperature=0, max_tokens=120, ignore_eos=True)
-    long = threading.Thread(target=work, args=("long", A, params))
-    long.start()
-    assert begun.wait(30)
-    work("short", B, SHORT)
-    long.join(60)
-    assert order == ["short", "long"]
+        thread.join(120)
+    assert results == [True] * 18
 
 
 def test_a_call_in_the_middle_of_a_step_is_refused(llm, monkeypatch):
-    execute = llm.engine.executor.execute_model
-
-    def calls_back(step):
-        llm.add_request(A, SHORT)
-        return execute(step)
-
-    monkeypatch.setattr(llm.engine.executor, "execute_model", calls_back)
+    before_steps(llm, monkeypatch, lambda step: llm.add_request("A"))
     with pytest.raises(EngineError, match="in the middle of a call of the same thread"):
-        llm.generate(B, SHORT)
+        llm.generate("B", greedy())
 
 
-def test_chunks_that_are_kept_do_not_change(llm):
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=1)
-    kept = [(chunk.output, chunk.output.to_dict()) for chunk in llm.stream(A, params)]
-    assert len(kept) > 4
-    for output, then in kept:
-        assert output.to_dict() == then
-        assert output.metrics.num_output_tokens == len(output.outputs[0].logprobs) == len(tokens(output))
+# Step by step.
+
+
+def test_steps_hand_out_each_change_once(llm):
+    numbers = [llm.add_request(prompt, greedy(4)) for prompt in ("A", "B")]
+    texts = [[(o.request_id, o.text, o.finished) for o in llm.step()] for _ in range(2)]
+    assert texts == [[(numbers[0], "x", False), (numbers[1], "p", False)],
+                     [(numbers[0], "xy", False), (numbers[1], "pq", False)]]
+    aborted = llm.abort(numbers[1])
+    assert ended(aborted) == ("pq", "abort", None, 2) and aborted.finished and aborted.metrics.finished_time is not None
+    assert [(o.request_id, o.text) for o in llm.step()] == [(numbers[0], "xyz")]
+    assert [ended(o) for o in llm.step()] == [("xyz", "stop", None, 4)]
+    assert llm.step() == [] and not llm.has_unfinished_requests
+
+
+def test_what_ended_in_a_generate_is_handed_out_by_the_next_step(llm):
+    number = llm.add_request("A", greedy(3))
+    assert llm.generate("B", greedy(6))[0].text == "pq😀"
+    assert not llm.scheduler.has_unfinished and llm.has_unfinished_requests
+    assert [(o.request_id, ended(o)) for o in read_to_the_end(llm)] == [(number, ("xyz", "length", None, 3))]
+
+
+@pytest.mark.parametrize("number", [[], True, None, 0.5, {}, 10**6])
+def test_abort_of_what_is_no_request(llm, number):
+    ours = llm.add_request("A", greedy())
+    with pytest.raises(RequestError, match=f"there is no unfinished request .*; there are: {ours}"):
+        llm.abort(number)
+    assert llm.abort(ours).outputs[0].finish_reason == "abort"
+    with pytest.raises(RequestError, match="there are: none"):
+        llm.abort(ours)
+
+
+# Ranks that fail.
+
+
+def test_what_had_been_generated_when_the_ranks_failed(llm, monkeypatch):
+    before_steps(llm, monkeypatch, fails_in(3))
+    other = llm.add_request("A", greedy())
+    with pytest.raises(GenerationError, match="rank 1 fell over\n4 tokens had been generated by then") as caught:
+        llm.generate(["A", "B"], greedy(4))
+    assert [output.text for output in caught.value.outputs] == ["xy", "pq"]
+    assert not any(output.finished for output in caught.value.outputs) and isinstance(caught.value.__cause__, RankError)
+    assert [(o.request_id, o.text) for o in read_to_the_end(llm)][-1] == (other, "xyz"), "its neighbour loses nothing"
+
+
+def test_ranks_that_lost_the_model_get_it_again_and_no_token_is_lost(llm):
+    llm.add_request("B", greedy(7))
+    for _ in range(3):
+        llm.step()
+    llm.engine.executor.close()  # as after a restart: nothing is there any more
+    assert read_to_the_end(llm)[-1].text == "pq😀r"
+    pieces = []
+    for chunk in llm.stream("B", greedy(7)):
+        pieces.append(chunk.text)
+        llm.engine.executor.close()
+    assert "".join(pieces) == "pq😀r"
 
 
 def test_a_standstill_leaves_a_clean_queue(tmp_path):
@@ -240,58 +203,48 @@ def test_a_standstill_leaves_a_clean_queue(tmp_path):
 
     patch = Patch("tplab.cache.table.BlockTable.get_computed_blocks", all_of_it)
     with LLM(make_checkpoint(tmp_path / "m"), 1, logical=True, block_size=4, num_blocks=10, patches=[patch]) as llm:
-        llm.generate([1, 2, 3, 4], SHORT)
+        llm.generate([1, 2, 3, 4], greedy(3, ignore_eos=True))
         for _ in range(2):
             with pytest.raises(EngineError, match="no sequence can go on"):
-                llm.generate([1, 2, 3, 4], SHORT)
+                llm.generate([1, 2, 3, 4], greedy(3, ignore_eos=True))
             assert not llm.has_unfinished_requests and llm.engine.pool.num_used == 0
-        number = llm.add_request([1, 2, 3, 4], SHORT)
-        for _ in range(2):
-            with pytest.raises(EngineError, match="no sequence can go on"):
-                llm.step()
-        llm.abort(number)
-        assert len(alone(llm, [5, 2, 3], SHORT)) == 3
 
 
-def test_a_failed_last_check_loses_no_token(llm, monkeypatch):
-    """Strict mode checks the counts after the tokens were applied: a request that ended by then has ended."""
-    expected = alone(llm, A, SHORT)
-    number = llm.add_request(A, SHORT)
-    accounts, calls = llm.engine.checks.accounts, []
-
-    def fails_at_the_end():
-        calls.append(1)
-        if len(calls) == 3:
-            raise EngineError("a block is leaked")
-        accounts()
-
-    monkeypatch.setattr(llm.engine.checks, "accounts", fails_at_the_end)
-    outputs = llm.step() + llm.step()
-    with pytest.raises(EngineError, match="a block is leaked"):
-        llm.step()
-    outputs += llm.step()
-    assert outputs[-1].request_id == number and outputs[-1].finished and tokens(outputs[-1]) == expected
+# What stays behind, and what is shown.
 
 
-def failing():
-    raise RankError("a rank died")
+def test_finished_requests_are_forgotten(llm):
+    def alive():
+        gc.collect()
+        return [thing for thing in gc.get_objects() if type(thing) in (Request, Sequence, RejectedRequest)]
 
-
-def test_the_ranks_are_asked_whether_they_have_the_model_where_they_may_have_lost_it(llm, monkeypatch):
-    asked, executor = [], llm.engine.executor
-    monkeypatch.setattr(executor, "loaded", lambda: asked.append(len(asked)) or True)
-    for calls in (1, 2):
-        llm.generate(A, SHORT)
-        assert len(asked) == calls, "before the first step of a call, and never within one"
-    number = llm.add_request(A, LONG)
-    llm.step(), llm.step()
-    assert len(asked) == 4, "and whenever time may have passed"
-    with llm.requests.locked():
-        llm._step()
-        assert len(asked) == 4, "not within a call"
-        with monkeypatch.context() as patched, pytest.raises(RankError):
-            patched.setattr(llm.engine, "step", failing)
-            llm._step()
-        llm._step()
-        assert len(asked) == 5, "a step that failed may have cost a rank"
+    assert alive() == []
+    llm.generate(["A", "B"], greedy(3))
+    for _ in llm.stream("A", greedy()):
+        break
+    number = llm.add_request("B", greedy(3))
+    llm.step()
     llm.abort(number)
+    llm.add_request("A", greedy(2))
+    read_to_the_end(llm)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        llm.generate(["A", []], greedy(2))
+    assert alive() == []
+
+
+def test_a_bar_where_it_is_wanted(llm, capsys, monkeypatch):
+    llm.generate("A", greedy(2))
+    llm.generate("A", greedy(2), use_tqdm=False)
+    assert capsys.readouterr() == ("", "")
+    llm.chat([{"role": "user", "content": "hi"}], greedy(2), use_tqdm=True)
+    assert "generate" in capsys.readouterr().err
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    llm.generate("A", greedy(2))
+    assert capsys.readouterr() == ("", ""), "in a terminal as well, a short generation has none"
+
+
+def test_what_an_llm_says_of_itself(folder):
+    with LLM(folder, 2, logical=True, block_size=4, num_blocks=7) as llm:
+        assert repr(llm) == f"<LLM {folder}: 2 ranks, float32, 7 blocks of 4>"
+        assert len(llm.load_stats) == 2 and all(stats["bytes_read"] > 0 for stats in llm.load_stats)

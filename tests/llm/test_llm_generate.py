@@ -68,12 +68,6 @@ def test_scheduling_changes_nothing(small, options):
         assert sum(output.metrics.preemptions for output in outputs) > 0, "the cache was meant to be too small"
 
 
-def test_batch_order_changes_nothing(small):
-    folder, prompts, expected = small
-    order = [3, 0, 4, 2, 1]
-    assert greedy(folder, [prompts[i] for i in order], 24)[0] == [expected[i] for i in order]
-
-
 def test_prefix_hits_change_nothing(small):
     folder, prompts, expected = small
     params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -96,29 +90,6 @@ def test_rope_types_that_depend_on_the_length(tmp_path, rope):
     for options in ({}, {"max_num_batched_tokens": 7, "block_size": 3},
                     {"num_blocks": 10, "block_size": 8, "max_num_batched_tokens": 32}):
         assert greedy(folder, prompts, 30, max_model_len=64, **options)[0] == expected, options
-
-
-def test_random_arrivals_on_a_real_model(small):
-    """Requests that come and go between steps, against each one alone."""
-    folder, _, _ = small
-    draw = random.Random(7)
-    prompts = [[draw.randrange(4) for _ in range(draw.randrange(1, 20))] for _ in range(25)]
-    lengths = [draw.randrange(1, 16) for _ in prompts]
-    with LLM(folder, 3, "float64", logical=True, block_size=2, enable_prefix_caching=False) as llm:
-        alone = [llm.generate(p, SamplingParams(temperature=0, max_tokens=n))[0].outputs[0].token_ids
-                 for p, n in zip(prompts, lengths)]
-    finished, todo, numbers = {}, list(zip(prompts, lengths)), []
-    with LLM(folder, 2, "float64", logical=True, strict=True, block_size=2, num_blocks=30, max_num_seqs=4,
-             max_num_batched_tokens=9) as llm:
-        while todo or llm.has_unfinished_requests:
-            for _ in range(min(draw.randrange(3), len(todo))):
-                prompt, length = todo.pop(0)
-                numbers.append(llm.add_request(prompt, SamplingParams(temperature=0, max_tokens=length)))
-            for output in llm.step():
-                finished[output.request_id] = output.outputs[0].token_ids
-        preemptions = sum(len(record.preempted) for record in llm.scheduler.history)
-    assert [finished[number] for number in numbers] == alone
-    assert preemptions > 0
 
 
 def test_fable_in_the_working_dtype():

@@ -26,59 +26,37 @@ def silent(tmp_path_factory):
         yield llm
 
 
-def both_ways(llm, prompt, params):
-    """Generated at once; streamed, it must be the same, in pieces of which only the last says that it is the last."""
+Y, Q = ids(b"y")[0], ids(b"q")[0]
+ENDS = [  # prompt, parameters → text, reason, what stopped it, number of tokens
+    # The end of text is a token and no text; on the last token that is allowed, it counts as well.
+    ("A", greedy(), "xyz", "stop", None, 4), ("A", greedy(4), "xyz", "stop", None, 4),
+    ("A", greedy(3), "xyz", "length", None, 3), ("A", greedy(5, ignore_eos=True), "xyzk", "length", None, 5),
+    # An unfinished last character is not lost.
+    ("B", greedy(2), "pq", "length", None, 2), ("B", greedy(3), "pq�", "length", None, 3),
+    ("B", greedy(5), "pq�", "length", None, 5), ("B", greedy(6), "pq😀", "length", None, 6),
+    # A stop text on the last token is a stop, not a length; it is no part of the text.
+    ("A", greedy(3, stop="z"), "xy", "stop", "z", 3), ("A", greedy(3, stop="yz"), "x", "stop", "yz", 3),
+    ("A", greedy(3, stop="xyz"), "", "stop", "xyz", 3), ("A", greedy(3, stop="y"), "x", "stop", "y", 2),
+    ("A", greedy(stop=["q", "z", "y"]), "x", "stop", "y", 2),
+    # ``b`` comes with the first quarter of an emoji: it is found when the emoji is whole, or when nothing follows.
+    ("C", greedy(3, stop="b"), "mn", "stop", "b", 3), ("C", greedy(stop="b"), "mn", "stop", "b", 6),
+    ("C", greedy(3, stop="�"), "mnb", "stop", "�", 3), ("C", greedy(stop="�"), "mnb😀rst", "length", None, 9),
+    # A stop id is kept and named, also where it is the end of text.
+    ("A", greedy(stop_token_ids=[Q, Y]), "xy", "stop", Y, 2),
+    ("A", greedy(stop_token_ids=[EOS]), "xyz", "stop", EOS, 4),
+    ("A", greedy(stop_token_ids=[EOS], ignore_eos=True), "xyz", "stop", EOS, 4),
+]
+
+
+@pytest.mark.parametrize("prompt, params, text, reason, stopped_by, count", ENDS)
+def test_how_a_request_ends(llm, prompt, params, text, reason, stopped_by, count):
+    """Generated at once; streamed, it is the same, in pieces of which only the last says that it is the last."""
     (output,) = llm.generate(prompt, params)
+    assert ended(output) == (text, reason, stopped_by, count) and llm.engine.pool.num_used == 0
     chunks = list(llm.stream(prompt, params))
-    assert "".join(map(str, chunks)) == output.text
+    assert "".join(map(str, chunks)) == text and ended(chunks[-1].output) == ended(output)
     assert [chunk.output.finished for chunk in chunks] == [False] * (len(chunks) - 1) + [True]
     assert all(chunk.text for chunk in chunks[:-1])
-    assert ended(chunks[-1].output) == ended(output)
-    return output, [chunk.text for chunk in chunks]
-
-
-# How it ends.
-
-
-def test_the_end_of_text_is_a_token_and_no_text(llm):
-    """The chunk in which it comes has no text, and says that there will be no other."""
-    output, pieces = both_ways(llm, "A", greedy())
-    assert ended(output) == ("xyz", "stop", None, 4) and output.outputs[0].token_ids == [*ids(b"xyz"), EOS]
-    assert pieces == ["x", "y", "z", ""]
-    assert ended(llm.generate("A", greedy(4))[0]) == ("xyz", "stop", None, 4), "on the last token it counts as well"
-    assert ended(llm.generate("A", greedy(5, ignore_eos=True))[0]) == ("xyzk", "length", None, 5)
-
-
-@pytest.mark.parametrize("max_tokens,text", [(2, "pq"), (3, "pq�"), (5, "pq�"), (6, "pq😀"), (7, "pq😀r")])
-def test_an_unfinished_last_character_is_not_lost(llm, max_tokens, text):
-    output, _ = both_ways(llm, "B", greedy(max_tokens))
-    assert ended(output) == (text, "length", None, max_tokens)
-
-
-@pytest.mark.parametrize("stop,max_tokens,text", [
-    ("z", 3, "xy"), ("yz", 3, "x"), ("xyz", 3, ""), ("y", 3, "x"), (["q", "z", "y"], 9, "x")])
-def test_a_stop_text_on_the_last_token_is_a_stop_and_no_length(llm, stop, max_tokens, text):
-    output, _ = both_ways(llm, "A", greedy(max_tokens, stop=stop))
-    met = "y" if isinstance(stop, list) else stop
-    assert ended(output)[:3] == (text, "stop", met)
-    assert output.outputs[0].token_ids == ids(b"xyz"[:b"xyz".index(met[-1].encode()) + 1])
-
-
-@pytest.mark.parametrize("max_tokens,tokens", [(3, 3), (9, 6)])
-def test_a_stop_text_inside_a_half_finished_token(llm, max_tokens, tokens):
-    """``b`` comes with the first quarter of an emoji: it is found when the emoji is whole, or when nothing follows."""
-    output, _ = both_ways(llm, "C", greedy(max_tokens, stop="b"))
-    assert ended(output) == ("mn", "stop", "b", tokens)
-    output, _ = both_ways(llm, "C", greedy(max_tokens, stop="�"))
-    assert ended(output) == (("mnb", "stop", "�", 3) if max_tokens == 3 else ("mnb😀rst", "length", None, 9))
-
-
-def test_a_stop_id_is_kept_and_named(llm):
-    y = ids(b"y")[0]
-    output, pieces = both_ways(llm, "A", greedy(stop_token_ids=[ids(b"q")[0], y]))
-    assert ended(output) == ("xy", "stop", y, 2) and pieces == ["x", "y"]
-    assert ended(llm.generate("A", greedy(stop_token_ids=[EOS]))[0]) == ("xyz", "stop", EOS, 4)
-    assert ended(llm.generate("A", greedy(stop_token_ids=[EOS], ignore_eos=True))[0]) == ("xyz", "stop", EOS, 4)
 
 
 def test_a_stop_text_frees_the_place_of_its_request_at_once(llm):
@@ -86,7 +64,6 @@ def test_a_stop_text_frees_the_place_of_its_request_at_once(llm):
     (output,) = llm.step()
     assert (output.request_id, output.finished) == (number, True) and not llm.has_unfinished_requests
     assert llm.engine.pool.num_used == 0 and not llm.scheduler.has_unfinished
-    assert output.metrics.finished_time >= output.metrics.first_token_time
 
 
 # What was asked.
@@ -100,17 +77,16 @@ def test_the_beginning_of_text_is_put_before_a_prompt_once(llm):
     assert llm.chat_prompt(conversation) == [BOS, *ids(b"hiA")]
     (output,) = llm.chat(conversation, greedy(2))
     assert output.prompt_token_ids == [BOS, *ids(b"hiA")] and output.text == "xy"
+    assert [output.text for output in llm.chat([conversation] * 2, greedy(2))] == ["xy"] * 2
 
 
 def test_prompts_and_parameters_stay_in_pairs(llm):
     a, b = ids(b"A"), ids(b"B")
-    found = llm.generate(["A", b, tuple(a), "B"], [greedy(1), greedy(2), greedy(3), greedy(1)])
-    assert [o.text for o in found] == ["x", "pq", "xyz", "p"]
-    assert [o.prompt for o in found] == ["A", None, None, "B"] and found[1].prompt_token_ids == b
-    assert len({o.request_id for o in found}) == 4
-    assert [o.text for o in llm.generate(["B", "A"], greedy(2))] == ["pq", "xy"]
-    (output,) = llm.generate(tuple(b), [greedy(1)])
-    assert output.text == "p"
+    outputs = llm.generate(["A", b, tuple(a), "B"], [greedy(1), greedy(2), greedy(3), greedy(1)])
+    assert [o.text for o in outputs] == ["x", "pq", "xyz", "p"]
+    assert [o.prompt for o in outputs] == ["A", None, None, "B"] and outputs[1].prompt_token_ids == b
+    assert len({o.request_id for o in outputs}) == 4
+    assert llm.generate(tuple(b), [greedy(1)])[0].text == "p"
 
 
 def test_without_parameters_there_are_sixteen_tokens(silent):
@@ -120,63 +96,7 @@ def test_without_parameters_there_are_sixteen_tokens(silent):
     assert len(firsts) > 1, "nine most probable tokens instead of nine draws"
     params = SamplingParams()
     assert (params.temperature, params.top_k, params.top_p, params.min_p) == (1.0, 0, 1.0, 0.0)
-    assert (params.seed, params.logprobs) == (None, None)
-    assert (params.stop, params.stop_token_ids, params.ignore_eos, params.greedy) == ((), (), False, False)
-
-
-@pytest.mark.parametrize("good", [
-    {"temperature": 100}, {"top_k": -1}, {"top_k": 2**31}, {"top_p": 1}, {"top_p": 1e-12}, {"min_p": 0}, {"min_p": 1},
-    {"max_tokens": 1}, {"max_tokens": None}, {"seed": 0}, {"seed": 2**63 - 1}, {"logprobs": 0}, {"logprobs": 100},
-    {"temperature": 0, "top_k": 1}, {"temperature": 0, "top_k": -1}, {"temperature": 0, "seed": 3},
-], ids=str)  # fmt: skip
-def test_parameters_at_the_edge_of_what_is_allowed(good):
-    params = SamplingParams(**good)
-    assert all(getattr(params, name) == value for name, value in good.items())
-    assert params.greedy == (good.get("temperature") == 0)
-
-
-@pytest.mark.parametrize("wrong,message", [
-    ({"temperature": 100.1}, r"temperature must be a number from 0 up to 100, not 100.1"),
-    ({"top_k": 2**31 + 1}, "top_k must be a whole number from -1 up to 2147483648"),
-    ({"top_p": 0.0}, "top_p must be a number above 0 to 1, not 0.0"), ({"top_p": 1.0001}, "top_p"),
-    ({"min_p": 1.0001}, "min_p"), ({"max_tokens": 2**31 + 1}, "max_tokens .* or None"),
-    ({"seed": 2**63}, "seed .* or None"), ({"temperature": None}, "temperature"), ({"top_k": None}, "top_k"),
-    ({"logprobs": 101}, "logprobs must be a whole number from 0 up to 100 or None, not 101"),
-    ({"stop": ["a", ""]}, "stop must be"), ({"stop_token_ids": [1, -1]}, "stop_token_ids must be"),
-    ({"stop_token_ids": None}, "stop_token_ids must be"), ({"ignore_eos": None}, "ignore_eos must be True or False"),
-    ({"temperature": 0, "top_k": 2}, "contradicts top_k; leave top_k out"),
-    ({"temperature": 0, "min_p": 0.5}, "contradicts min_p; leave min_p out"),
-    ({"temperature": 0, "top_p": 0.5, "top_k": 3}, "contradicts top_k and top_p; leave top_k and top_p out"),
-], ids=str)  # fmt: skip
-def test_parameters_just_beyond_it(wrong, message):
-    with pytest.raises(RequestError, match=message):
-        SamplingParams(**wrong)
-
-
-def test_stop_conditions_are_kept_as_tuples():
-    ids_given, texts = [3, 5], ["a", "b"]
-    params = SamplingParams(stop=texts, stop_token_ids=ids_given)
-    texts.append("c")
-    ids_given.append(7)
-    assert (params.stop, params.stop_token_ids) == (("a", "b"), (3, 5))
-    assert SamplingParams(stop="ab").stop == ("ab",)
-
-
-# What it says of itself.
-
-
-def test_log_probabilities_name_their_tokens(llm):
-    (output,) = llm.generate("A", greedy(2, logprobs=2))
-    first, second = output.outputs[0].logprobs
-    x, y = ids(b"xy")
-    assert list(first)[0] == x and len(first) == 2 and first[x].decoded_token == "x" and first[x].rank == 1
-    assert list(second)[0] == y and second[y].decoded_token == "y"
-    assert [p.decoded_token for p in second.values()] == [llm.tokenizer.decode([t]) for t in second] != ["y", "y"]
-    assert second[y].logprob > max(p.logprob for t, p in second.items() if t != y)
-    assert [len(step) for step in llm.generate("A", greedy(2, logprobs=0))[0].outputs[0].logprobs] == [1, 1]
-    assert llm.generate("A", greedy(2))[0].outputs[0].logprobs is None
-    chunk = list(llm.stream("A", greedy(3, logprobs=1)))[-1]
-    assert [list(step) for step in chunk.output.outputs[0].logprobs] == [[t] for t in ids(b"xyz")]
+    assert (params.seed, params.logprobs, params.stop, params.stop_token_ids) == (None, None, (), ())
 
 
 def test_without_a_tokenizer_there_are_ids_and_no_text(silent):
@@ -195,18 +115,31 @@ def test_a_damaged_tokenizer_is_not_taken_for_none(tmp_path):
     folder = letters(tmp_path / "m")
     with LLM(folder, 1, logical=True) as llm:
         (folder / "tokenizer.json").write_text("{}")
-        for _ in range(2):
+        for prompt in "A", ids(b"A"):
             with pytest.raises(CheckpointError, match="tokenizer.json"):
-                llm.generate("A", greedy(1))
-            with pytest.raises(CheckpointError, match="tokenizer.json"):
-                llm.generate([ids(b"A")], greedy(1))
+                llm.generate([prompt], greedy(1))
         assert not llm.has_unfinished_requests
         LETTERS.save(str(folder / "tokenizer.json"))
         assert llm.generate("A", greedy(1))[0].text == "x"
-        assert llm.tokenizer is llm.tokenizer
 
 
-def test_everything_of_an_output_is_in_its_json(llm):
+# What it says of itself.
+
+
+def test_log_probabilities_name_their_tokens(llm):
+    (output,) = llm.generate("A", greedy(2, logprobs=2))
+    first, second = output.outputs[0].logprobs
+    x, y = ids(b"xy")
+    assert list(first)[0] == x and len(first) == 2 and first[x].decoded_token == "x" and first[x].rank == 1
+    assert list(second)[0] == y and second[y].decoded_token == "y"
+    assert second[y].logprob > max(p.logprob for t, p in second.items() if t != y)
+    assert [len(step) for step in llm.generate("A", greedy(2, logprobs=0))[0].outputs[0].logprobs] == [1, 1]
+    assert llm.generate("A", greedy(2))[0].outputs[0].logprobs is None
+    chunk = list(llm.stream("A", greedy(3, logprobs=1)))[-1]
+    assert [list(step) for step in chunk.output.outputs[0].logprobs] == [[t] for t in ids(b"xyz")]
+
+
+def test_everything_of_an_output_is_in_its_json():
     m = RequestMetrics(10.0, 10.5, 14.0, 3, 8, blocks_used=5, prefix_hit_tokens=2, preemptions=1)
     logprobs = [{4: Logprob(-0.5, 1, "te"), 7: Logprob(-1.5, 2, "b")}]
     completion = CompletionOutput(0, "text", [4, 9], "stop", "st", logprobs)
@@ -218,30 +151,17 @@ def test_everything_of_an_output_is_in_its_json(llm):
                       "7": {"logprob": -1.5, "rank": 2, "decoded_token": "b"}}],
         "metrics": {"time_to_first_token": 0.5, "tokens_per_second": 2.0, "num_prompt_tokens": 3,
                     "num_output_tokens": 8, "blocks_used": 5, "prefix_hit_tokens": 2, "preemptions": 1}}
-    assert list(output.to_dict()["logprobs"][0]) == ["4", "7"], "the keys that JSON will have"
-    (stopped,) = llm.generate("A", greedy(stop="y"))
-    found = json.loads(json.dumps(stopped.to_dict()))
-    assert (found["finish_reason"], found["stop_reason"], found["text"]) == ("stop", "y", "x")
-    assert found["error"] is None and found["logprobs"] is None
     assert output.text == "text" and str(StreamChunk(0, "piece", output)) == "piece"
 
 
-def test_speed_counts_from_arrival_the_reading_of_the_prompt_included():
+def test_the_metrics_of_a_request(llm):
     m = RequestMetrics(arrival_time=100.0, num_output_tokens=10)
     assert m.time_to_first_token is None and m.tokens_per_second is None
-    m.first_token_time = 104.0
-    assert m.time_to_first_token == 4.0 and m.tokens_per_second is None
-    m.finished_time = 105.0
-    assert m.tokens_per_second == 2.0
+    m.first_token_time, m.finished_time = 104.0, 105.0
+    assert m.time_to_first_token == 4.0 and m.tokens_per_second == 2.0, "the reading of the prompt counts"
     m.finished_time = 100.0
     assert m.tokens_per_second is None
-    m.arrival_time, m.first_token_time = 0.0, 0.0
-    assert m.time_to_first_token == 0.0
-
-
-def test_the_metrics_of_a_request(llm):
-    (output,) = llm.generate("A" * 9, greedy(3))
-    m = output.metrics
+    m = llm.generate("A" * 9, greedy(3))[0].metrics
     assert (m.num_prompt_tokens, m.num_output_tokens, m.blocks_used, m.preemptions) == (10, 3, 3, 0)
     assert 0 < m.arrival_time < m.first_token_time < m.finished_time
     assert llm.generate("A" * 9, greedy(3))[0].metrics.prefix_hit_tokens == 8

@@ -6,14 +6,14 @@ import signal
 import threading
 import time
 
-import psutil
 import pytest
 from helpers.checkpoints import make_checkpoint
 
+from tplab import fast
 from tplab.engine import EngineError, GenerationError
-from tplab.llm import LLM, SamplingParams, executor
+from tplab.llm import LLM, SamplingParams
 from tplab.patch import Patch
-from tplab.pool import RankPool, shared_pool
+from tplab.pool import RankPool
 from tplab.ranks import RankError, rank, state
 
 pytestmark = pytest.mark.pool
@@ -71,27 +71,6 @@ def test_a_thrown_away_engine_is_forgotten_by_its_own_pool(folder, pool):
         LLM(folder, 1, pool=other).close()
     with LLM(folder, 2, pool=pool) as last:
         assert pool.run(engines_on_ranks) == [[last.engine.executor.key]] * 2
-
-
-def test_closing_after_the_pool_was_closed_makes_no_processes(folder):
-    llm, pool = LLM(folder, 2), shared_pool(2)
-    pool.close()
-    children = psutil.Process().children(recursive=True)
-    llm.close()
-    assert psutil.Process().children(recursive=True) == children
-    assert shared_pool(2) is not pool
-    shared_pool(2).close()
-
-
-def test_two_engines_on_one_pool_and_one_that_was_thrown_away(folder, pool, expected):
-    first = LLM(folder, 2, pool=pool)
-    second = LLM(folder, 2, pool=pool, block_size=4)
-    assert tokens(first.generate(PROMPTS, PARAMS)) == tokens(second.generate(PROMPTS, PARAMS)) == expected
-    del first
-    gc.collect()
-    with LLM(folder, 2, pool=pool) as third:
-        assert pool.run(engines_on_ranks) == [[second.engine.executor.key, third.engine.executor.key]] * 2
-    second.close()
 
 
 def test_patches_hold_for_one_engine_only(folder, pool, expected):
@@ -160,12 +139,6 @@ def test_an_interrupt_leaves_a_working_engine(folder, pool, expected):
         assert tokens(llm.generate(PROMPTS, PARAMS)) == expected
 
 
-def test_the_shared_pool_is_that_of_as_many_ranks(monkeypatch):
-    monkeypatch.setattr(executor, "shared_pool", lambda size: f"the shared pool of {size}")
-    assert executor.PoolExecutor(3).pool == "the shared pool of 3"
-    assert executor.PoolExecutor(3, "an own one").pool == "an own one"
-
-
 def test_a_pool_of_another_size(folder, pool):
     with pytest.raises(EngineError, match="the pool has 2 ranks, tensor_parallel_size is 3"):
         LLM(folder, 3, pool=pool)
@@ -173,16 +146,33 @@ def test_a_pool_of_another_size(folder, pool):
         LLM(folder, 1, pool=pool)
 
 
-def test_first_token_of_fable_comes_within_a_second(pool):
-    """From a warm pool: open, shard, load, read the prompt. On a quiet machine about 0.1 s; the bound is the issue's.
-    """
-    from tplab.checkpoint import open_checkpoint
+def test_a_stream_costs_as_few_calls_of_the_ranks_as_generate(pool):
+    """It asked all ranks after every piece whether they still had the model."""
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    with LLM("fable", 2, pool=pool, enable_prefix_caching=False) as llm:
+        calls = []
+        for write in (llm.generate, lambda *request: list(llm.stream(*request))):
+            before = pool.number_of_runs
+            write("Once there was", params)
+            calls.append(pool.number_of_runs - before)
+    assert calls[0] == calls[1] <= 31
 
-    ckpt = open_checkpoint("fable")
-    times = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        with LLM(ckpt, 2, pool=pool) as llm:
-            llm.generate("Once there was", SamplingParams(temperature=0, max_tokens=1))
-            times.append(time.perf_counter() - begin)
-    assert min(times) < 1.0
+
+@pytest.mark.parametrize("options", [{"enforce_eager": True}, {"strict": True}, {}], ids=str)
+def test_several_steps_in_a_call_change_no_token(pool, options):
+    """On the fast path only, a call of the ranks can be several steps: sequences end and begin within them."""
+    prompts = ["Once upon", "The old fox", "A", "In the deep forest a small"]
+    params = [SamplingParams(temperature=0, max_tokens=30), SamplingParams(temperature=0.8, seed=5, max_tokens=21),
+              SamplingParams(temperature=0, max_tokens=40, logprobs=0),
+              SamplingParams(temperature=0, max_tokens=33, ignore_eos=True, stop=["the"])]
+    with LLM("fable", 2, logical=True) as llm:
+        expected = [(o.text, o.outputs[0].token_ids, o.outputs[0].finish_reason) for o in llm.generate(prompts, params)]
+    with LLM("fable", 2, pool=pool, block_size=4, num_blocks=60, max_model_len=200, **options) as llm:
+        before = pool.number_of_runs
+        outputs = llm.generate(prompts, params)
+        calls, steps = pool.number_of_runs - before, llm.scheduler.step_number
+        assert [(o.text, o.outputs[0].token_ids, o.outputs[0].finish_reason) for o in outputs] == expected
+        assert [record.step_number for record in llm.scheduler.history] == list(range(1, steps + 1))
+        assert llm.engine.pool.num_used == 0 and calls <= steps
+        if options or fast.is_off():
+            assert calls == steps

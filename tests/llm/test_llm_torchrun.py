@@ -9,9 +9,6 @@ import sys
 import pytest
 from helpers.checkpoints import make_checkpoint
 
-from tplab.llm import torchrun
-from tplab.ranks import logical_ranks, rank
-
 PROMPT, TOKENS = "Once there was", 12
 NAMES = ("tplab-a", "tplab-b")
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
@@ -34,21 +31,6 @@ def expected():
 
     with LLM("fable", 2, logical=True) as llm:
         return llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=TOKENS))[0]
-
-
-@pytest.mark.parametrize("size", [0, 1, 3])
-def test_what_rank_0_sends_arrives(size):
-    data = bytes(range(size))
-    assert logical_ranks(3, lambda: torchrun._receive() if rank() else torchrun._send(data)) == [None, data, data]
-
-
-def test_only_rank_0_ends_the_others(monkeypatch):
-    sent, executor = [], torchrun.TorchrunExecutor(2)
-    monkeypatch.setattr(torchrun, "_send", sent.append)
-    for me in 1, 0:
-        monkeypatch.setattr(torchrun, "rank", lambda me=me: me)
-        executor.close()
-    assert sent == [b""] and executor.loaded()
 
 
 SCRIPT = """

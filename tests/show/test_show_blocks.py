@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from helpers.checkpoints import make_checkpoint
 
+from course import figures
 from tplab import LLM, SamplingParams, show
 from tplab.cache import slot_mapping
 from tplab.faults import fault
@@ -123,7 +124,7 @@ def test_of_a_large_pool_only_what_is_used_is_drawn_and_the_rest_is_counted(fold
 
 
 def test_the_stepper_redraws(run):
-    stepper = show.block_stepper(run, 2)
+    stepper = figures.block_stepper(run, 2)
     assert "After step 2:" in stepper.picture.value and "step 2" in stepper.alt_text
     stepper.step.value = 4
     assert "After step 4:" in stepper.picture.value and "step 2" not in stepper.picture.value, "the words move too"
@@ -138,7 +139,7 @@ def test_the_stepper_is_stored_as_a_picture_and_a_view(run, capsys):
     from IPython.utils.capture import capture_output
 
     InteractiveShell.instance()
-    stepper = show.block_stepper(run, 2)
+    stepper = figures.block_stepper(run, 2)
     with capture_output() as shown:
         stepper._ipython_display_()
     (output,) = shown.outputs

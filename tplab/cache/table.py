@@ -54,18 +54,18 @@ class BlockTable:
         if not self.pool.enable_prefix_caching:
             return []
         self.extend_keys(token_ids, len(token_ids) - 1)
-        found = []
+        blocks = []
         for key in self.keys[:(len(token_ids) - 1) // self.pool.block_size]:
             block = self.pool.get_cached_block(key)
             if block is None:
                 break
-            found.append(block)
-        return found
+            blocks.append(block)
+        return blocks
 
     def missing_key(self, token_ids: Sequence[int]) -> bytes | None:
         """The key of the block that stops :meth:`get_computed_blocks`: the first that is not found. None: all are."""
-        found, findable = len(self.get_computed_blocks(token_ids)), (len(token_ids) - 1) // self.pool.block_size
-        return next(iter(self.keys[found:findable]), None)
+        computed, findable = len(self.get_computed_blocks(token_ids)), (len(token_ids) - 1) // self.pool.block_size
+        return next(iter(self.keys[computed:findable]), None)
 
     def add_computed_blocks(self, blocks: Sequence[int]) -> None:
         """Begin with shared blocks that :meth:`get_computed_blocks` found."""

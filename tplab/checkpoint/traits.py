@@ -5,6 +5,7 @@ configuration says and no trait of its type reads is refused (see :func:`read_tr
 """
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,7 @@ _NO_EFFECT = {"initializer_range", "use_cache", "attention_dropout", "resid_pdro
               "bos_token_id", "pretraining_tp", "router_aux_loss_coef", "output_router_logits", "router_jitter_noise",
               "max_window_layers", "use_sliding_window", "no_rope_layer_interval", "original_max_position_embeddings",
               "rope_parameters"}
+Trait = Callable[[Any], dict]
 LAYER_TYPES = FULL, SLIDING = "full_attention", "sliding_attention"
 
 
@@ -48,7 +50,23 @@ class ExpertsConfig:
     swiglu: tuple[float, float] | None = None
 
 
+def always(**fields) -> Trait:
+    """A trait that every configuration of its type has."""
+    return lambda hf: fields
+
+
+def same(field: str, name: str | None = None) -> Trait:
+    """A field of the configuration taken over; ``name``: what Hugging Face calls it, if not ``field``."""
+    return lambda hf: {field: getattr(hf, name or field)}
+
+
 # Attention.
+
+qk_norm = always(qk_norm=True)
+full_width_qk_norm = always(qk_norm=True, full_width_qk_norm=True)
+sinks = always(sinks=True)
+attention_multiplier = same("scaling", "attention_multiplier")
+attn_logit_softcapping = same("attn_logit_softcapping")
 
 
 def qkv_bias(hf) -> dict:
@@ -63,14 +81,6 @@ def qkv_attention_bias(hf) -> dict:
     return {"qkv_bias": bool(hf.attention_bias)}
 
 
-def qk_norm(hf) -> dict:
-    return {"qk_norm": True}
-
-
-def full_width_qk_norm(hf) -> dict:
-    return {"qk_norm": True, "full_width_qk_norm": True}
-
-
 def sliding_window(hf) -> dict:
     return {"windows": (hf.sliding_window,) * hf.num_hidden_layers}
 
@@ -81,23 +91,13 @@ def sliding_window_by_layer(hf) -> dict:
     return {"windows": tuple(window if kind == SLIDING else None for kind in hf.layer_types)}
 
 
-def sinks(hf) -> dict:
-    return {"sinks": True}
-
-
 def query_pre_attn_scalar(hf) -> dict:
     return {"scaling": hf.query_pre_attn_scalar ** -0.5}
 
 
-def attention_multiplier(hf) -> dict:
-    return {"scaling": hf.attention_multiplier}
-
-
-def attn_logit_softcapping(hf) -> dict:
-    return {"attn_logit_softcapping": hf.attn_logit_softcapping}
-
-
 # Rotation.
+
+rotation_in_pairs = always(rotates_pairs=True)
 
 
 def partial_rotation(hf) -> dict:
@@ -112,10 +112,6 @@ def longrope_within_its_original_length(hf) -> dict:
     return {"max_position_embeddings": original} if rope["rope_type"] == "longrope" else {}
 
 
-def rotation_in_pairs(hf) -> dict:
-    return {"rotates_pairs": True}
-
-
 def no_rope_layers(hf) -> dict:
     return {"rotates": tuple(map(bool, hf.no_rope_layers[:hf.num_hidden_layers]))}
 
@@ -126,32 +122,20 @@ def rope_by_layer_type(hf) -> dict:
 
 # Norms: place in a layer (GLM-4's names, which the model takes for its own) and the checkpoint's name.
 
-
-def norms_after(hf) -> dict:
-    return {"norms": (("post_self_attn_layernorm", "post_attention_layernorm"),
-                      ("post_mlp_layernorm", "post_feedforward_layernorm"))}
-
-
-def norms_around(hf) -> dict:
-    return {"norms": (("input_layernorm", "input_layernorm"), ("post_self_attn_layernorm", "post_attention_layernorm"),
-                      ("post_attention_layernorm", "pre_feedforward_layernorm"),
-                      ("post_mlp_layernorm", "post_feedforward_layernorm"))}
-
-
-def norms_around_glm4(hf) -> dict:
-    return {"norms": tuple((name, name) for name in ("input_layernorm", "post_self_attn_layernorm",
-                                                     "post_attention_layernorm", "post_mlp_layernorm"))}
-
-
-def weight_plus_one(hf) -> dict:
-    return {"norm": "GemmaRMSNorm"}
-
-
-def norm_in_float32(hf) -> dict:
-    return {"norm": "WideRMSNorm"}
+norms_after = always(norms=(("post_self_attn_layernorm", "post_attention_layernorm"),
+                            ("post_mlp_layernorm", "post_feedforward_layernorm")))
+norms_around = always(norms=(
+    ("input_layernorm", "input_layernorm"), ("post_self_attn_layernorm", "post_attention_layernorm"),
+    ("post_attention_layernorm", "pre_feedforward_layernorm"), ("post_mlp_layernorm", "post_feedforward_layernorm")))
+norms_around_glm4 = always(norms=tuple((name, name) for name in (
+    "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm")))
+weight_plus_one = always(norm="GemmaRMSNorm")
+norm_in_float32 = always(norm="WideRMSNorm")
 
 
 # The ends of the model, and what its streams are multiplied with.
+
+final_logit_softcapping = same("final_logit_softcapping")
 
 
 def embedding_times_root(hf) -> dict:
@@ -163,27 +147,12 @@ def multipliers(hf) -> dict:
             "logits_scaling": hf.logits_scaling}
 
 
-def final_logit_softcapping(hf) -> dict:
-    return {"final_logit_softcapping": hf.final_logit_softcapping}
-
-
 # MLPs.
 
-
-def mlp_bias(hf) -> dict:
-    return {"mlp_bias": bool(hf.mlp_bias)}
-
-
-def hidden_activation(hf) -> dict:
-    return {"hidden_act": hf.hidden_activation}
-
-
-def fused_qkv(hf) -> dict:
-    return {"fused_qkv": True}
-
-
-def fused_gate_up(hf) -> dict:
-    return {"fused_gate_up": True}
+mlp_bias = same("mlp_bias")
+hidden_activation = same("hidden_act", "hidden_activation")
+fused_qkv = always(fused_qkv=True)
+fused_gate_up = always(fused_gate_up=True)
 
 
 def qwen_experts(hf) -> dict:

@@ -29,7 +29,6 @@ class EngineConfig:
         enforce_eager: the reference computes every step.
         batch_invariant: a sequence's bits do not depend on what is computed beside it, nor on the number of ranks.
         num_speculative_tokens: the most draft tokens of a greedy sequence in one step; see draft.py.
-        num_scheduler_steps: the most steps that ranks compute for one call, while nothing has to be scheduled.
 
     Raises:
         EngineError, CacheError: a size that is no whole number from 1 up.
@@ -49,10 +48,9 @@ class EngineConfig:
     enforce_eager: bool = False
     batch_invariant: bool = False
     num_speculative_tokens: int = 0
-    num_scheduler_steps: int = 1
 
     def __post_init__(self):
-        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "num_blocks", "num_scheduler_steps"):
+        for name in ("block_size", "max_num_seqs", "max_num_batched_tokens", "num_blocks"):
             error = CacheError if name == "num_blocks" else EngineError
             object.__setattr__(self, name, positive_int(name, getattr(self, name), error))
         drafted = whole_number(self.num_speculative_tokens, 0)
@@ -73,11 +71,11 @@ class EngineConfig:
             EngineError: an impossible size, or a cache whose part on a rank is larger than the memory.
             CacheError: ``num_blocks`` is no number of blocks.
         """
-        longest, given = longest_sequence(model), max_model_len
-        max_model_len = longest if given is None else whole_number(given, 2, longest)
+        longest, asked_for = longest_sequence(model), max_model_len
+        max_model_len = longest if asked_for is None else whole_number(asked_for, 2, longest)
         if max_model_len is None:
             raise EngineError(f"max_model_len must be a whole number from 2 to {longest}, the model's own limit, "
-                              f"not {quoted(given)}")
+                              f"not {quoted(asked_for)}")
         config = cls(vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids, max_model_len=max_model_len,
                      num_blocks=1 if num_blocks is None else num_blocks, dtype=dtype,  # 1 until it is known
                      tensor_parallel_size=plan.tensor_parallel_size, **options)
@@ -87,10 +85,10 @@ class EngineConfig:
             needed = blocks_needed(max_model_len, config.block_size)
             block_bytes = config.block_size * bytes_per_token(model, sum(plan.sizes("kv_heads")), dtype)
             num_blocks = min(config.max_num_seqs * needed, max(1, CACHE_BYTES // block_bytes))
-            if given is None:
+            if asked_for is None:
                 max_model_len = min(longest, num_blocks * config.block_size)
             config = replace(config, max_model_len=max_model_len,
-                             num_blocks=num_blocks if given is None else max(num_blocks, needed))
+                             num_blocks=num_blocks if asked_for is None else max(num_blocks, needed))
         # Memory is committed as it is used, so only a cache larger than the machine's memory is refused.
         per_token = bytes_per_token(model, max(plan.sizes("kv_heads")), dtype)
         memory, needed = psutil.virtual_memory().total, config.num_blocks * config.block_size * per_token

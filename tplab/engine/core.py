@@ -9,12 +9,14 @@ from tplab.engine.config import EngineConfig
 from tplab.engine.errors import RequestError, StandstillError
 from tplab.engine.scheduler import Scheduler
 from tplab.engine.sequence import Sequence, Status
-from tplab.engine.step import ModelRunnerOutput
 from tplab.engine.strict import StrictChecks
 
 
 class Engine:
-    """Runs sequences step by step on a :class:`tplab.llm.executor.Executor`, which has a model on ranks."""
+    """Runs sequences step by step on a :class:`tplab.llm.executor.Executor`, which has a model on ranks.
+
+    ``executor.execute_steps`` is needed only by callers that ask :meth:`step` for several steps.
+    """
 
     def __init__(self, executor, config: EngineConfig):
         self.executor, self.config = executor, config
@@ -60,30 +62,35 @@ class Engine:
         self.scheduler.add(sequence)
         return sequence
 
-    def step(self) -> list[Sequence]:
-        """One step: schedule, compute on the ranks, take the tokens in; the sequences that got a token.
+    def step(self, num_steps: int = 1) -> list[Sequence]:
+        """One step, or up to ``num_steps`` in one call of the ranks where nothing has to be scheduled in between:
+        schedule, compute on the ranks, take the tokens in; the sequences that got a token.
 
         Raises:
             StandstillError: unfinished sequences, but none can go on: blocks are missing.
             StrictError: an invariant does not hold.
             RankError: a rank failed. No sequence has lost a token; the next step computes the same again.
         """
-        scheduler_output = self.scheduler.schedule()
+        scheduler_output = self.scheduler.schedule(num_steps)
         if not scheduler_output.requests:
             self._refuse_standstill()
             return []
-        outputs: list[ModelRunnerOutput] = self.executor.execute_model(scheduler_output)
-        if self.checks:
-            self.checks.after(scheduler_output, outputs)
-        advanced = self.scheduler.update_from_output(scheduler_output, outputs[0])
-        now = time.perf_counter()
-        for sequence in advanced:
-            self._advance(sequence, now)
-        for request_id in outputs[0].nan:
-            self._end_for_nan(self.scheduler.requests[request_id])
-        if self.checks:
-            self.checks.accounts()
-        return advanced
+        steps = [self.executor.execute_model(scheduler_output)] if not scheduler_output.num_lookahead_steps else (
+            self.executor.execute_steps(scheduler_output))
+        advanced: dict[Sequence, None] = {}
+        for outputs in steps:
+            if self.checks:
+                self.checks.after(scheduler_output, outputs)
+            now = time.perf_counter()
+            for sequence in self.scheduler.update_from_output(scheduler_output, outputs[0]):
+                self._advance(sequence, now)
+                advanced[sequence] = None
+            for request_id in self.scheduler.requests.keys() & outputs[0].nan:
+                self._end_for_nan(self.scheduler.requests[request_id])
+            if self.checks:
+                self.checks.accounts()
+            scheduler_output = scheduler_output.next_step()
+        return list(advanced)
 
     def _refuse_standstill(self) -> None:
         if self.scheduler.has_unfinished:

@@ -30,7 +30,7 @@ def num_accepted(draft: Sequence[int], chosen: Sequence[int | None]) -> int:
 
     ``chosen`` are the model's choices at the draft's positions, and one more after the last.
     """
-    for place, (drafted, own) in enumerate(zip(draft, chosen)):
-        if drafted != own:
+    for place, (drafted, choice) in enumerate(zip(draft, chosen)):
+        if drafted != choice:
             return place
     return len(draft)

@@ -68,9 +68,9 @@ class ModelRunner:
         due: list[tuple[ScheduledRequest, SamplingMetadata]] = []
         for request, end in zip(requests, ends):
             if request.sampling is not None:
-                own = range(end - 1 - request.num_draft_tokens, end)
-                rows += own
-                due += [(request, request.sampling)] * len(own)
+                drawn_from = range(end - 1 - request.num_draft_tokens, end)
+                rows += drawn_from
+                due += [(request, request.sampling)] * len(drawn_from)
         logits_here, slots = self.forward(torch.tensor(self.new_tokens(requests)), positions, segments, rows)
         tokens, by_row = sample(self.lm_head, logits_here, [draw for _, draw in due]) if due else ([], {})
         chosen: dict[int, list[int | None]] = {}
@@ -78,15 +78,14 @@ class ModelRunner:
             chosen.setdefault(request.request_id, []).append(token)
         accepted = {request.request_id: num_accepted(request.draft, chosen[request.request_id])
                     for request, _ in due if request.num_draft_tokens}
-        self.drawn = {request_id: token for request_id, own in chosen.items()
-                      if (token := own[accepted.get(request_id, 0)]) is not None}
-        logprobs = {due[row][0].request_id: found for row, found in by_row.items()}
+        self.drawn = {request_id: token for request_id, choices in chosen.items()
+                      if (token := choices[accepted.get(request_id, 0)]) is not None}
+        logprobs = {due[row][0].request_id: logprobs for row, logprobs in by_row.items()}
         nan = tuple(request.request_id for (request, _), token in zip(due, tokens) if token is None)
         return ModelRunnerOutput(self.drawn, logprobs, slots if self.config.strict else None, nan, accepted)
 
     def execute_steps(self, scheduler_output: SchedulerOutput) -> list[ModelRunnerOutput]:
-        """A step, and the steps that may follow it without the scheduler, until a sequence's logits are NaN or all have
-        ended."""
+        """A step and its lookahead steps, until a sequence's logits are NaN or all have ended."""
         outputs = [self.execute_model(scheduler_output)]
         while scheduler_output.num_lookahead_steps and not outputs[-1].nan and not all(
                 token in self.config.eos_token_ids for token in self.drawn.values()):
@@ -111,9 +110,10 @@ def drop_runners(keys: list[str]) -> None:
         state.pop(key, None)
 
 
-def has_runner(key: str) -> bool:
-    """On a rank: whether the engine ``key`` is loaded."""
-    return key in state
+def _runner(key: str) -> ModelRunner:
+    if key not in state:
+        raise EngineError("this rank was restarted and has lost its weights and its cache")
+    return state[key]
 
 
 def execute_model(key: str, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
@@ -121,17 +121,6 @@ def execute_model(key: str, scheduler_output: SchedulerOutput) -> ModelRunnerOut
     return _runner(key).execute_model(scheduler_output)
 
 
-def _runner(key: str) -> ModelRunner:
-    if key not in state:
-        raise EngineError("this rank was restarted and has lost its weights and its cache")
-    return state[key]
-
-
-def execute_model_from_json(key: str, data: bytes) -> ModelRunnerOutput:
-    """On a rank: :func:`execute_model` for a step that came over the wire."""
-    return execute_model(key, SchedulerOutput.from_json(data))
-
-
-def execute_steps_from_json(key: str, data: bytes) -> list[ModelRunnerOutput]:
-    """On a rank: a step of the engine ``key`` that came over the wire, and those that may follow it."""
+def execute_steps(key: str, data: bytes) -> list[ModelRunnerOutput]:
+    """On a rank: a step that came over the wire, and its lookahead steps; errors as in :func:`execute_model`."""
     return _runner(key).execute_steps(SchedulerOutput.from_json(data))

@@ -56,7 +56,6 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig):
         self.max_num_seqs, self.max_num_batched_tokens = config.max_num_seqs, config.max_num_batched_tokens
-        self.num_scheduler_steps = config.num_scheduler_steps
         self.num_speculative_tokens = config.num_speculative_tokens
         self.pool = BlockPool(config.num_blocks, config.block_size, config.enable_prefix_caching)
         self.requests: dict[int, Sequence] = {}  # all that have not finished, by request_id
@@ -75,8 +74,9 @@ class Scheduler:
         self.requests[sequence.request_id] = sequence
         self.waiting.append(sequence)
 
-    def schedule(self) -> SchedulerOutput:
-        """Choose what the next step computes, and allocate blocks for it; nothing where no sequence can go on.
+    def schedule(self, num_steps: int = 1) -> SchedulerOutput:
+        """Choose what the next step computes, and allocate blocks for it; nothing where no sequence can go on. While
+        there is nothing to choose, up to ``num_steps`` steps become one (vLLM's multi-step scheduling).
 
         Running sequences come first, in order of admission; waiting ones get what is left of the budget. None is
         admitted in a step in which a sequence was preempted. A sequence is not admitted either in a step that computes
@@ -116,25 +116,23 @@ class Scheduler:
             self._give(sequence, count, scheduled, keys)
             admitted.append(sequence.request_id)
             budget -= count
-        ahead = 0 if any(draft for *_, draft in scheduled) else self._look_ahead([s for s, *_ in scheduled])
         self.history.append(StepRecord(
             self.step_number, {s.request_id: count + len(draft) for s, count, draft in scheduled},
             tuple(s.request_id for s, *_ in scheduled
                   if s.num_computed_tokens < max(s.num_prompt_tokens, s.num_tokens - 1)),
             tuple(preempted), tuple(admitted), self.pool.num_used))
+        ahead = self._look_ahead([sequence for sequence, *_ in scheduled], num_steps)
         return SchedulerOutput(self.step_number, tuple(scheduled_request(self.step_number, *part)
                                                        for part in scheduled), ahead)
 
-    def _look_ahead(self, scheduled: list[Sequence]) -> int:
-        """How many more steps need no scheduling, as long as no sequence ends: all decode, and none waits. The blocks
-        for these steps are allocated here; 0 if there are too few.
-        """
-        if self.num_scheduler_steps == 1 or self.waiting or not scheduled \
-                or any(tokens_to_compute(s.num_tokens, s.num_computed_tokens) > 1 or s.num_tokens == s.num_prompt_tokens
-                       for s in scheduled):
+    def _look_ahead(self, scheduled: list[Sequence], num_steps: int) -> int:
+        """How many more steps need no scheduling: all sequences decode, none waits or is at its end. Their blocks are
+        allocated here; 0 if there are too few."""
+        if self.waiting or self.num_speculative_tokens or any(
+                s.num_computed_tokens < max(s.num_tokens - 1, s.num_prompt_tokens) for s in scheduled):
             return 0
-        left = min(s.max_tokens - (s.num_tokens - s.num_prompt_tokens) for s in scheduled)
-        ahead = min(self.num_scheduler_steps, left) - 1
+        left = [s.max_tokens - (s.num_tokens - s.num_prompt_tokens) for s in scheduled]
+        ahead = min(num_steps, *left) - 1 if left else 0
         if sum(s.block_table.num_blocks_to_allocate(s.num_tokens + ahead) for s in scheduled) > self.pool.num_free:
             return 0
         for sequence in scheduled:
@@ -144,14 +142,14 @@ class Scheduler:
     def _admit(self, sequence: Sequence, budget: int) -> int:
         """How many tokens a waiting sequence can begin with: 0 if its blocks do not fit."""
         free(sequence)  # it holds blocks only if it found some last time and could not be admitted
-        found = sequence.block_table.get_computed_blocks(sequence.token_ids)
-        computed = computed_after_prefix_hit(len(found), self.pool.block_size)
+        cached = sequence.block_table.get_computed_blocks(sequence.token_ids)
+        computed = computed_after_prefix_hit(len(cached), self.pool.block_size)
         count = min(tokens_to_compute(sequence.num_tokens, computed), budget)
-        missing = sequence.block_table.num_blocks_to_allocate(computed + count) - len(found)
+        missing = sequence.block_table.num_blocks_to_allocate(computed + count) - len(cached)
         # Found blocks without a user count as free, but must not be handed out as well.
-        if missing > self.pool.num_free - sum(map(self.pool.is_free, found)):
+        if missing > self.pool.num_free - sum(map(self.pool.is_free, cached)):
             return 0
-        sequence.block_table.add_computed_blocks(found)
+        sequence.block_table.add_computed_blocks(cached)
         sequence.num_computed_tokens = computed
         if sequence.status is Status.WAITING:
             sequence.metrics.prefix_hit_tokens = computed
@@ -184,12 +182,17 @@ class Scheduler:
 
     def update_from_output(self, scheduler_output: SchedulerOutput, runner_output: ModelRunnerOutput
                            ) -> list[Sequence]:
-        """Apply what a step computed: new tokens, and blocks that are full now.
+        """Apply what a step computed: new tokens, and blocks that are full now. Sequences that have ended since it was
+        scheduled are left out.
 
         Returns the sequences that got a token. The caller decides whether one has ended (:meth:`finish`).
         """
-        advanced = []
-        for request in scheduler_output.requests:
+        advanced, requests = [], [part for part in scheduler_output.requests if part.request_id in self.requests]
+        if requests and self.step_number < scheduler_output.step_number:  # one that was not scheduled by itself
+            self.step_number = scheduler_output.step_number
+            self.history.append(StepRecord(self.step_number, {part.request_id: 1 for part in requests}, (), (), (),
+                                           self.pool.num_used))
+        for request in requests:
             request_id, accepted = request.request_id, runner_output.num_accepted.get(request.request_id, 0)
             sequence = self.requests[request_id]
             sequence.token_ids += request.draft[:accepted]
@@ -222,15 +225,10 @@ class Scheduler:
             self._preempt(self.running.pop())
         self.pool.reset_prefix_cache()
 
-    def rows(self) -> list[dict]:
-        """One plain dictionary per unfinished sequence, ready for a table."""
-        return [{"sequence": s.request_id, "status": s.status.value, "prompt": s.num_prompt_tokens,
-                 "output": s.num_tokens - s.num_prompt_tokens, "computed": s.num_computed_tokens,
-                 "block table": list(s.block_table.block_ids)} for s in (*self.running, *self.waiting)]
-
     def __str__(self) -> str:
         head = (f"step {self.step_number}: {len(self.running)} running, {len(self.waiting)} waiting, "
                 f"{self.pool.num_used} of {self.pool.num_blocks} blocks used")
-        lines = [f"  {r['sequence']:>3} {r['status']:<9} prompt {r['prompt']:>4} + {r['output']:>3} new, "
-                 f"computed {r['computed']:>4}, blocks {r['block table']}" for r in self.rows()]
+        lines = [f"  {s.request_id:>3} {s.status.value:<9} prompt {s.num_prompt_tokens:>4} + "
+                 f"{s.num_tokens - s.num_prompt_tokens:>3} new, computed {s.num_computed_tokens:>4}, "
+                 f"blocks {s.block_table.block_ids}" for s in (*self.running, *self.waiting)]
         return "\n".join([head, *lines])

@@ -54,8 +54,8 @@ class SchedulerOutput(NamedTuple):
     """What a step computes, in the order of the flattened tokens.
 
     Attributes:
-        num_lookahead_steps: how many more steps the ranks can compute, each as :meth:`next_step` says: until then
-            no sequence reaches its ``max_tokens`` or needs another block, and none waits.
+        num_lookahead_steps: how many more steps the ranks compute in the same call, each as :meth:`next_step` says.
+            Until then no sequence needs another block or reaches its ``max_tokens``, and none waits.
     """
 
     step_number: int

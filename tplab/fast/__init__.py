@@ -4,8 +4,11 @@ The rooms below are plain PyTorch and do not depend on this one. numba is import
 """
 
 import os
-from collections.abc import Callable
+import sys
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from importlib import import_module
 
 import torch
@@ -43,9 +46,37 @@ def to_its_end(function: Callable, *arguments):
         return thread.submit(function, *arguments).result()
 
 
+def _is_compiled(dtype: str) -> bool:
+    return to_its_end(import_module, "tplab.fast.compiled").is_compiled(dtype)
+
+
+@contextmanager
+def announced(pool, ckpt, plan, config) -> Iterator[None]:
+    """A load of this model on the ranks of a pool: says so where they must compile first, and how long it took.
+
+    Not under nbval, whose stored text it is no part of (pytest sets the variable that ipykernel looks at, too).
+    """
+    dtype = str(config.dtype)
+    if ("PYTEST_CURRENT_TEST" in os.environ or config.batch_invariant or not takes_over(ckpt, config)
+            or all(pool.run(_is_compiled, dtype, timeout=600))):
+        yield
+        return
+    print("compiling for this processor, once …", end=" ", file=sys.stderr, flush=True)
+    begin = time.perf_counter()
+    try:
+        yield
+    finally:
+        print(f"{time.perf_counter() - begin:.0f} s", file=sys.stderr)
+
+
+def takes_over(ckpt, config) -> bool:
+    """Whether a model on a pool's ranks takes the fast path until somebody looks."""
+    return not (config.enforce_eager or config.strict or why_not(ckpt.config, config.dtype))
+
+
 def make_runner(ckpt, plan, config) -> ModelRunner:
     """On a rank: a loaded runner, accelerated where that is possible and ``config`` allows it."""
     runner = ModelRunner(ckpt, plan, config)
-    if not (config.enforce_eager or config.strict or why_not(ckpt.config, config.dtype)):
+    if takes_over(ckpt, config):
         to_its_end(import_module, "tplab.fast.accelerate").accelerate(runner)
     return runner

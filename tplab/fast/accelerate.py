@@ -74,7 +74,8 @@ class FastModel:
         self._pack()
         batch = self._batch(torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long),
                             [Segment(0, 1, (0,), 1)], [0])
-        compile_ahead(step, self.shape, self.weights, batch, self._work(batch, 1), self._ranks(current(), 1), 0)
+        compile_ahead(str(self.dtype), step, self.shape, self.weights, batch, self._work(batch, 1),
+                      self._ranks(current(), 1), 0)
 
     def unpack(self) -> None:
         """Return the weights to the reference model."""
@@ -213,7 +214,7 @@ def _numbers(x: torch.Tensor) -> np.ndarray:
 
 def _rows(parameters: list[torch.Tensor | None]) -> np.ndarray:
     """``[layers, …]`` in float32; of no width where there are no such parameters."""
-    return torch.stack([torch.empty(0) if one is None else one.data.float() for one in parameters]).numpy()
+    return torch.stack([torch.empty(0) if x is None else x.data.float() for x in parameters]).numpy()
 
 
 def _rounded_up(count: int) -> int:

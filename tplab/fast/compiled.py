@@ -30,7 +30,6 @@ _MATH = {"reassoc", "contract", "arcp", "nsz"}
 # Without reference counts (_nrt): the caller of an entry holds its arrays, and counting each slice costs more than
 # computing a row.
 inner = njit(fastmath=_MATH, error_model="numpy", nogil=True, _nrt=False)
-in_order = njit(error_model="numpy", nogil=True, _nrt=False)  # sums keep the order in which they are written
 
 _MONTH = 30 * 24 * 3600  # seconds
 
@@ -39,10 +38,37 @@ _MONTH = 30 * 24 * 3600  # seconds
 def _folder() -> Path:
     """A folder for each version of the sources: numba compares only the function's own file, not its imports."""
     version = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {cpu.form()} {config.CPU_NAME} "
-                             f"{config.CPU_FEATURES} {__file__}".encode())
+                             f"{config.CPU_FEATURES}".encode())
     for source in [*sorted(Path(__file__).parent.glob("*.py")), control_block.__file__, oplog.__file__]:
         version.update(Path(source).read_bytes())
     return cache_dir() / "numba" / version.hexdigest()[:16]
+
+
+class _Locator(caching._CacheLocator):
+    """Finds code by what its source says, not by where that stands or its date, so that copies of the lab share it."""
+
+    def __init__(self, function, file: str):
+        self.line = function.__code__.co_firstlineno
+        self.stamp = hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+    def get_cache_path(self):
+        return str(_folder())
+
+    def get_source_stamp(self):
+        return self.stamp
+
+    def get_disambiguator(self):
+        return str(self.line)
+
+    @classmethod
+    def from_function(cls, py_func, py_file):
+        made = cls(py_func, py_file)
+        made.ensure_cache_path()
+        return made
+
+
+class _CacheImpl(caching.CompileResultCacheImpl):
+    _locator_classes = [_Locator]
 
 
 class _Cache(caching.FunctionCache):
@@ -51,6 +77,8 @@ class _Cache(caching.FunctionCache):
     An index says which file holds the code for which types. Without a lock around it, two processes that save at the
     same time can both take one file name, and then one of them runs code that was made for other types.
     """
+
+    _impl_class = _CacheImpl
 
     def load_overload(self, sig, target_context):
         try:
@@ -66,25 +94,29 @@ class _Cache(caching.FunctionCache):
             super().save_overload(sig, data)
 
 
-def entry(function, compiled=inner):
+def entry(function):
     """A compiled function that only Python calls. The functions that it calls are compiled into it."""
-    made = compiled(function)
+    made = inner(function)
     made.compile = partial(to_its_end, made.compile)
     with suppress(OSError, RuntimeError):  # no folder to write to: each process compiles
-        _folder().mkdir(parents=True, exist_ok=True)
-        config.CACHE_DIR = str(_folder())
         made._cache = _Cache(function)
     return made
 
 
-def compile_ahead(function, *arguments) -> None:
+def is_compiled(dtype: str) -> bool:
+    """Whether the cache folder has the code of models of this dtype."""
+    return any(_folder().glob(f"{dtype}-*.done"))
+
+
+def compile_ahead(dtype: str, function, *arguments) -> None:
     """Compile an ``entry`` for arguments of these types before it is called, or load what is in the cache folder.
 
     Raises:
         RuntimeError: numba cannot compile it on this machine; with the end of numba's message.
     """
     signature = tuple(map(numba.typeof, arguments))
-    done = _folder() / f"{function.__name__}-{hashlib.sha256(str(signature).encode()).hexdigest()[:16]}.done"
+    named = hashlib.sha256(f"{function.__name__} {signature}".encode()).hexdigest()[:16]
+    done = _folder() / f"{dtype}-{named}.done"
     with _lock("compile"):
         if not done.exists() and _is_writable():
             _remove_unused()
@@ -118,9 +150,9 @@ def _compile_in_child(module: str, name: str, signature: tuple) -> None:
     code = ("import importlib, pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
             "module, name, signature = pickle.load(sys.stdin.buffer); "
             "getattr(importlib.import_module(module), name).compile(signature)")
-    given = pickle.dumps(sys.path) + pickle.dumps((module, name, signature))
-    found = subprocess.run([sys.executable, "-c", code], input=given, capture_output=True)
-    if found.returncode:
-        said = found.stderr.decode(errors="replace").strip()[-2000:]
-        raise RuntimeError(f"the fast path could not be compiled on this machine (exit code {found.returncode}); "
-                           f"TPLAB_FAST=0 in the environment does without it\n{said}")
+    data = pickle.dumps(sys.path) + pickle.dumps((module, name, signature))
+    child = subprocess.run([sys.executable, "-c", code], input=data, capture_output=True)
+    if child.returncode:
+        message = child.stderr.decode(errors="replace").strip()[-2000:]
+        raise RuntimeError(f"the fast path could not be compiled on this machine (exit code {child.returncode}); "
+                           f"TPLAB_FAST=0 in the environment does without it\n{message}")

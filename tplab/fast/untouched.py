@@ -52,16 +52,16 @@ class Watch:
         return not (is_recording() or any(self.hooks) or torch.nn.modules.module._has_any_global_hook())
 
     def _is_as_loaded(self) -> bool:
-        return all(place.get(name) is own for place, name, own in self.functions) and all(
-            len(names) == len(own) and all(map(is_, names.values(), own.values())) for names, own in self.contents)
+        return all(place.get(name) is function for place, name, function in self.functions) and all(
+            len(now) == len(then) and all(map(is_, now.values(), then.values())) for now, then in self.contents)
 
 
 def _functions() -> Iterator[tuple[dict, str, object]]:
     """``(names, name, function)`` of all that a forward pass consists of."""
     for owner in _OWNERS:
-        for name, found in vars(owner).items():
-            if isinstance(found, FunctionType):
-                yield vars(owner), name, found
-            elif isinstance(found, type) and found.__module__ == owner.__name__:
-                yield from ((vars(found), inner, method) for inner, method in vars(found).items()
+        for name, member in vars(owner).items():
+            if isinstance(member, FunctionType):
+                yield vars(owner), name, member
+            elif isinstance(member, type) and member.__module__ == owner.__name__:
+                yield from ((vars(member), inner, method) for inner, method in vars(member).items()
                             if isinstance(method, FunctionType))

@@ -163,7 +163,7 @@ FAULTS = (
         ("vLLM moved Gemma's scaling to a place that all paths pass, because the path with ready embeddings did not "
          "scale.", "https://github.com/vllm-project/vllm/pull/36787"),
         first_point="embed", notebook=_NOTEBOOK, needs=_scaled_embedding, shows_in="decode"),
-    bug(f"{_ATTENTION}.leave", rope_in_every_layer, "layers without rotation rotate",
+    bug(f"{_ATTENTION}.no_rotation", rope_in_every_layer, "layers without rotation rotate",
         "Short texts read well; distant tokens are found less often.",
         ("A report on SmolLM3 shows by the dumped queries of equal tokens that the layers without positions are "
          "rotated.", "https://github.com/airockchip/rknn-llm/issues/501"),

@@ -1,18 +1,16 @@
 """Batch invariance: the same bits for a sequence, whatever is computed beside it and on however many ranks.
 
-A sum of rounded numbers depends on its order, and libraries choose the order by the sizes that they meet. Here every
-sum has one order, which depends on the model alone. Products, norms and attention whose order does not depend on the
-batch follow https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference, one binary tree over the ranks'
-summands follows TBIK (https://arxiv.org/abs/2511.17826). The rooms below do not depend on it.
+A sum of rounded numbers depends on its order, and libraries choose the order by the sizes that they meet. Here a sum is
+either exact (see kernels.py) or has one order, which depends on the model alone: what ranks compute is added up along
+one binary tree, as in TBIK (https://arxiv.org/abs/2511.17826). For other ways to a fixed order, see
+https://thinkingmachines.ai/blog/defeating-nondeterminism-in-llm-inference. The rooms below do not depend on this one.
 """
-
-from importlib import import_module
 
 import torch
 
 from tplab.engine.errors import EngineError
 from tplab.engine.runner import ModelRunner
-from tplab.fast import to_its_end
+from tplab.invariant.model import make_batch_invariant
 from tplab.invariant.tree import RANKS
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
@@ -35,12 +33,12 @@ def why_not(config, dtype: torch.dtype, ranks: int) -> str | None:
 
 def refuse_unknown(config, dtype: torch.dtype, ranks: int) -> None:
     """EngineError if ``batch_invariant=True`` cannot be kept for this model."""
-    if found := why_not(config, dtype, ranks):
-        raise EngineError(f"batch_invariant=True does not support {found}")
+    if reason := why_not(config, dtype, ranks):
+        raise EngineError(f"batch_invariant=True does not support {reason}")
 
 
 def make_runner(ckpt, plan, config) -> ModelRunner:
     """On a rank: a loaded runner whose sums have one order."""
     runner = ModelRunner(ckpt, plan, config)
-    to_its_end(import_module, "tplab.invariant.model").make_batch_invariant(runner.model)
+    make_batch_invariant(runner.model)
     return runner

@@ -1,190 +1,164 @@
-"""Products, attention, norms and activations with one fixed order for every sum.
+"""Products, attention, norms and activations whose bits do not depend on the batch, in numpy.
 
-numba compiles these loops without permission to change the order of additions, so a number is the same whether it is
-computed inside a vector or in the rest after it, in a long array or in a short one.
+A sum of whole multiples of one unit, each product below 2 ** 53 units, is exact in float64: no order of its additions
+changes it. So each row of a product's operands is rounded to whole multiples of a power of two, and any library may add
+up their products as it likes. The rounding is about as large as that of a float32 product. All else here is made of
+additions, multiplications, divisions and square roots of single numbers: IEEE 754 defines their bits, wherever a number
+stands in an array. A library's ``exp`` or ``tanh`` is not among them: it may compute the end of an array differently.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
-from itertools import accumulate
 
 import numpy as np
 import torch
 
-from tplab.fast import rowwise
-from tplab.fast.compiled import entry, in_order
-from tplab.fast.linear import linear_by_vectors, pack_weight, padded, panels, per_word
-from tplab.fast.simd import WIDTH
 from tplab.invariant.tree import additions
 
-KEYS = 64  # whose values are added up before they join the sum of those before
+LONGEST = 128  # inputs that one exact sum adds up: with more of them, fewer bits would be left for each
+SHARES = 2.0 ** 32  # a softmax's weights become whole multiples of its inverse
+_LOWEST = np.float32(-87.3)  # below it, an exponential is zero
+_EXP = [np.float32(number) for number in (
+    1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)]
 
-exp = in_order(rowwise.exp.py_func)
+
+def power_of_two(x: np.ndarray) -> np.ndarray:
+    """``[…, inputs]`` in float64 → ``[…, 1]``: the largest power of two that is no larger than a row's largest number.
+    0 for zeros, infinity for NaN."""
+    return (np.abs(x).max(-1, keepdims=True).view(np.int64) & 0x7FF << 52).view(np.float64)
 
 
-@entry
-def _multiply(x, x_row, rows, weight, count, words, adds, y):
-    """For each leaf ``y[leaf] = x @ weight.T`` over its own words of ``x``; then ``y[a] += y[b]`` for each of adds."""
-    size, at, weight_at = rows * count * WIDTH, 0, 0
-    for leaf in range(len(words)):
-        linear_by_vectors(x[at:], x_row, rows, words[leaf], weight, weight_at, words[leaf] * WIDTH, 0, count, 1,
-                          y[leaf * size:], count * WIDTH)
-        at += words[leaf]
-        weight_at += words[leaf] * count * WIDTH
-    for add in range(len(adds)):
-        left, right = y[adds[add, 0] * size:], y[adds[add, 1] * size:]
-        for i in range(size):
-            left[i] += right[i]
+@np.errstate(invalid="ignore")  # infinity less infinity is NaN
+def whole(x: np.ndarray, length: int = LONGEST) -> np.ndarray:
+    """``[…, inputs]`` rounded to whole multiples of a unit of its row, in float64; a row with NaN becomes NaN.
+
+    The products of two such rows can be added up ``length`` times before they need more than 53 bits.
+    """
+    wide, bits = x.astype(np.float64), (51 - (length - 1).bit_length()) // 2
+    shift = power_of_two(wide) * (1.5 * 2.0 ** (52 - bits))  # beside it, a float64 number has no bits below the unit
+    wide += shift
+    wide -= shift
+    return wide
+
+
+def matmul(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+    """``x @ y`` of whole multiples, on this rank's threads."""
+    return torch.matmul(torch.from_numpy(x), torch.from_numpy(y)).numpy()
 
 
 class Product:
-    """``x @ weight.T`` in float32: each number is one sum over the inputs in their order, whatever stands beside it.
+    """``x @ weight.T`` in float32: each number has the same bits, whatever stands beside it.
 
-    With ``leaves`` (ranges of the inputs), each leaf is a sum of its own, and then the leaves are added up along the
-    tree below each of ``nodes`` (see :mod:`tplab.invariant.tree`): one product for each node.
+    The inputs are cut into ``leaves`` (pieces of at most :data:`LONGEST` if not given), of which each is an exact sum.
+    These are added up along the tree below each of ``nodes`` (see :mod:`tplab.invariant.tree`): one product for each.
+    ``length`` is that of the longest leaf on any rank.
     """
 
-    def __init__(self, weight: torch.Tensor, leaves: Sequence[range] = (),
-                 nodes: Sequence[tuple[int, int]] = ((0, 1),)):
-        (self.outputs, inputs), self.dtype = weight.shape, weight.dtype
-        leaves = leaves or [range(inputs)]
-        sizes = [padded(len(leaf), self.dtype) for leaf in leaves]
-        self.width, self.count = sum(sizes), panels(self.outputs)
-        starts = [end - size for end, size in zip(accumulate(sizes), sizes)]
-        # Where each input stands among the padded ones; None where they are the same.
-        self.places = None if self.width == inputs else torch.cat([
-            torch.arange(start, start + len(leaf)) for start, leaf in zip(starts, leaves)])
-        self.panels = np.concatenate([pack_weight(weight[:, leaf.start:leaf.stop]) for leaf in leaves])
-        self.words = np.array(sizes) // per_word(self.dtype)
-        self.adds = np.array([add for node in nodes for add in additions(*node)], np.int64).reshape(-1, 2)
-        self.at = [first for first, _ in nodes]
+    def __init__(self, weight: torch.Tensor, leaves: Sequence[range] = (), nodes: Sequence[tuple[int, int]] = (),
+                 length: int = LONGEST):
+        (_, inputs), self.dtype, self.length = weight.shape, weight.dtype, length
+        leaves = leaves or [range(first, min(first + LONGEST, inputs)) for first in range(0, inputs, LONGEST)]
+        nodes, widest = nodes or [(0, len(leaves))], max(map(len, leaves))
+        # Where each leaf's inputs stand; shorter leaves are filled up with a column of zeros behind the last input.
+        self.places = np.array([[*leaf, *[inputs] * (widest - len(leaf))] for leaf in leaves])
+        self.is_even = len(leaves) * widest == inputs
+        self.weight = torch.from_numpy(whole(self._by_leaves(weight), length).swapaxes(1, 2).copy())
+        self.at, done, levels = [first for first, _ in nodes], defaultdict(int), defaultdict(list)
+        for left, right in (add for node in nodes for add in additions(*node)):
+            done[left] = max(done[left], done[right]) + 1
+            levels[done[left]].append((left, right))
+        self.levels = [np.array(levels[level]).T for level in sorted(levels)]  # additions that can be one operation
+
+    def _by_leaves(self, x: torch.Tensor) -> np.ndarray:
+        """``[rows, inputs]`` → ``[leaves, rows, length]``."""
+        wide = x.float().numpy()
+        if self.is_even:
+            return wide.reshape(len(wide), *self.places.shape).swapaxes(0, 1)
+        return np.concatenate([wide, np.zeros((len(wide), 1), np.float32)], 1)[:, self.places].swapaxes(0, 1)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``[rows, inputs]`` in the weight's dtype → ``[nodes, rows, outputs]`` in float32."""
-        full = x.contiguous()
-        if self.places is not None:
-            full = x.new_zeros(len(x), self.width)
-            full[:, self.places] = x
-        words = full.flatten().numpy() if self.dtype == torch.float32 else (
-            full.view(torch.int32).flatten().numpy().view(np.uint32))
-        y = np.empty(len(self.words) * len(x) * self.count * WIDTH, np.float32)
-        _multiply(words, self.width // per_word(self.dtype), len(x), self.panels, self.count, self.words, self.adds, y)
-        return torch.from_numpy(y).view(len(self.words), len(x), self.count * WIDTH)[self.at, :, :self.outputs]
+        y = (torch.from_numpy(whole(self._by_leaves(x), self.length)) @ self.weight).float()
+        if not self.levels:
+            return y
+        leaves = y.numpy()
+        for left, right in self.levels:
+            leaves[left] += leaves[right]
+        return y[self.at]
 
 
-@in_order
-def _tanh(x):
-    return np.float32(1) - np.float32(2) / (exp(np.float32(2) * x) + np.float32(1))
+@np.errstate(invalid="ignore")  # the exponent of NaN
+def exp(x: np.ndarray) -> np.ndarray:
+    """The exponential of float32 numbers, within 2e-7 of it (Cephes' polynomial); 0 below -87.3."""
+    near = np.minimum(np.maximum(x, _LOWEST), np.float32(88.7))
+    n = np.floor(near * np.float32(1.44269504) + np.float32(0.5))
+    r = near - n * np.float32(0.693359375) + n * np.float32(2.12194440e-4)
+    y = r * _EXP[0]
+    for coefficient in _EXP[1:]:
+        y += coefficient
+        y *= r
+    y *= r
+    y += r
+    y += np.float32(1)
+    y *= (n.astype(np.int32) + 127 << 23).view(np.float32)
+    y[x < _LOWEST] = 0
+    return y
 
 
-def _entry_in_order(function):
-    return entry(function, in_order)
-
-
-@_entry_in_order
-def _silu(x, y):
-    for i in range(len(x)):
-        y[i] = x[i] / (np.float32(1) + exp(-x[i]))
-
-
-@_entry_in_order
-def _gelu_pytorch_tanh(x, y):
-    for i in range(len(x)):
-        inner = np.float32(0.7978845608) * (x[i] + np.float32(0.044715) * x[i] * x[i] * x[i])
-        y[i] = np.float32(0.5) * x[i] * (np.float32(1) + _tanh(inner))
-
-
-@_entry_in_order
-def _soft_cap(x, cap, y):
-    for i in range(len(x)):
-        y[i] = cap * _tanh(x[i] / cap)
-
-
-@_entry_in_order
-def _inverse_rms(x, eps, y):
-    for r in range(len(x)):
-        total = 0.0
-        for i in range(x.shape[1]):
-            total += np.float64(x[r, i]) * np.float64(x[r, i])
-        y[r] = 1 / np.sqrt(total / x.shape[1] + eps)
-
-
-@_entry_in_order
-def _attend(q, k, v, hidden, seen, scaling, cap, sinks, y, k_columns, scores, part):
-    group = q.shape[1] // k.shape[1]
-    for b in range(len(q)):
-        for kv in range(k.shape[1]):
-            for j in range(k.shape[2]):
-                for d in range(k.shape[3]):
-                    k_columns[d, j] = k[b, kv, j, d]
-            for head in range(kv * group, (kv + 1) * group):
-                for row in range(q.shape[2]):
-                    first, last, out = hidden[b, row], seen[b, row], y[b, head, row]
-                    own = scores[:last - first]
-                    own[:] = 0
-                    for d in range(q.shape[3]):
-                        factor, column = q[b, head, row, d], k_columns[d, first:last]
-                        for j in range(len(own)):
-                            own[j] += factor * column[j]
-                    most = -np.float32(np.inf)
-                    for j in range(len(own)):
-                        own[j] *= scaling
-                        if cap > 0:
-                            own[j] = cap * _tanh(own[j] / cap)
-                        most = own[j] if not own[j] <= most else most  # NaN stays
-                    total = 0.0
-                    if len(sinks):
-                        most = max(most, sinks[head])
-                        total += exp(sinks[head] - most)
-                    for j in range(len(own)):
-                        own[j] = exp(own[j] - most)
-                        total += own[j]
-                    out[:] = 0
-                    for begin in range(0, len(own), KEYS):
-                        part[:] = 0
-                        for j in range(begin, min(len(own), begin + KEYS)):
-                            weight, value = own[j], v[b, kv, first + j]
-                            for d in range(len(part)):
-                                part[d] += weight * value[d]
-                        for d in range(len(part)):
-                            out[d] += part[d]
-                    for d in range(len(part)):
-                        out[d] /= np.float32(total)
-
-
-def _elementwise(kernel, x: torch.Tensor, *numbers) -> torch.Tensor:
-    wide = x.float().flatten()
-    y = torch.empty_like(wide)
-    kernel(wide.numpy(), *map(np.float32, numbers), y.numpy())
-    return y.view(x.shape).to(x.dtype)
+def tanh(x: np.ndarray) -> np.ndarray:
+    """The hyperbolic tangent of float32 numbers."""
+    return np.float32(1) - np.float32(2) / (exp(x + x) + np.float32(1))
 
 
 def activation(name: str):
     """``"silu"`` or ``"gelu_pytorch_tanh"``, number by number."""
-    kernel = {"silu": _silu, "gelu_pytorch_tanh": _gelu_pytorch_tanh}[name]
-    return lambda x: _elementwise(kernel, x)
+    def silu(x):
+        return x / (np.float32(1) + exp(-x))
+
+    def gelu_pytorch_tanh(x):
+        inner = np.float32(0.7978845608) * (x + np.float32(0.044715) * x * x * x)
+        return np.float32(0.5) * x * (np.float32(1) + tanh(inner))
+
+    kernel = {"silu": silu, "gelu_pytorch_tanh": gelu_pytorch_tanh}[name]
+    return lambda x: torch.from_numpy(kernel(x.float().numpy())).to(x.dtype)
 
 
 def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
     """:func:`tplab.model.attention.soft_cap`."""
-    return _elementwise(_soft_cap, x, cap)
+    return torch.from_numpy(np.float32(cap) * tanh(x.float().numpy() / np.float32(cap))).to(x.dtype)
 
 
 def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
     """``[…, size]`` in float32 → ``[…, 1]``: what an RMSNorm multiplies each row by, computed in float64."""
-    y = torch.empty(x.shape[:-1] + (1,))
-    _inverse_rms(x.contiguous().view(-1, x.shape[-1]).numpy(), eps, y.view(-1).numpy())
-    return y
+    squares = np.square(whole(x.numpy(), x.shape[-1]))
+    return torch.from_numpy((1 / np.sqrt(squares.mean(-1, keepdims=True) + eps)).astype(np.float32))
 
 
+@np.errstate(invalid="ignore")
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scaling: float, *,
            softcap: float | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
-    """:func:`tplab.model.attention.attend`, in float32: a query meets the keys that it sees one after the other, and
-    no others. They stand together: the mask hides some before them and some behind."""
-    visible, (keys, head_dim) = ~mask[:, 0], k.shape[2:]
-    hidden = visible.int().argmax(-1)
-    wide = [x.float().contiguous().numpy() for x in (q, k, v)]
-    y = np.empty(q.shape, np.float32)
-    _attend(*wide, hidden.numpy(), (hidden + visible.sum(-1)).numpy(), np.float32(scaling), np.float32(softcap or 0),
-            np.empty(0, np.float32) if sinks is None else sinks.float().numpy(), y,
-            np.empty((head_dim, keys), np.float32), np.empty(keys, np.float32), np.empty(head_dim, np.float32))
-    return torch.from_numpy(y).to(q.dtype)
+    """:func:`tplab.model.attention.attend`, in float32. A key that a query does not see adds an exact zero, so it does
+    not matter how many of them there are."""
+    dtype, head_dim = q.dtype, q.shape[-1]
+    q, keys, values = (x.float().numpy() for x in (q, k, v))
+    grouped = q.reshape(len(q), k.shape[1], -1, head_dim)  # the queries of a KV head stand together
+    scores = matmul(whole(grouped, head_dim), whole(keys, head_dim).swapaxes(2, 3)) * scaling
+    scores = scores.astype(np.float32).reshape(*q.shape[:3], -1)
+    scores = scores if softcap is None else np.float32(softcap) * tanh(scores / np.float32(softcap))
+    scores = np.where(mask.numpy(), -np.float32(np.inf), scores)
+    most = scores.max(-1, keepdims=True)
+    if sinks is not None:
+        sink = sinks.float().numpy()[:, None, None]
+        most = np.maximum(most, sink)
+    weights = np.rint(exp(scores - most).astype(np.float64) * SHARES)
+    total = weights.sum(-1, keepdims=True)
+    if sinks is not None:
+        total += exp(sink - most).astype(np.float64) * SHARES
+    # A value's unit joins its weight: what is added up below is whole in one unit for all keys.
+    units = power_of_two(values.astype(np.float64))
+    shares = whole((weights / total).reshape(*grouped.shape[:3], -1) * units.swapaxes(2, 3))
+    numbers = whole(values) / np.where(units == 0, 1, units)
+    y = np.zeros(grouped.shape)
+    for first in range(0, k.shape[2], LONGEST):  # these sums are added in the order of the positions
+        y += matmul(shares[..., first:first + LONGEST], numbers[:, :, first:first + LONGEST])
+    return torch.from_numpy(y.astype(np.float32).reshape(q.shape)).to(dtype)

@@ -19,8 +19,8 @@ from tplab.shard import RowParallelLinear
 def make_batch_invariant(model: TensorParallelCausalLM) -> None:
     """From now on each token's numbers are the same in any batch, whole or in chunks, and on 1, 2, 3, 4, 6 or 8 ranks.
 
-    Weights of products are kept packed only, as in :mod:`tplab.fast`. :func:`tplab.invariant.why_not` must return None
-    for the model.
+    The weights of products are kept only in the form in which :class:`tplab.invariant.kernels.Product` takes them.
+    :func:`tplab.invariant.why_not` must return None for the model.
     """
     config, plan = model.config, model.plan
     model.rotary = RotaryTables(model.rotary)
@@ -80,16 +80,17 @@ def _forward(self, x: torch.Tensor) -> torch.Tensor:
 
 def within(leaves: list[range], columns: range) -> range:
     """Which of the leaves a rank's columns are."""
-    own = [n for n, leaf in enumerate(leaves) if columns.start <= leaf.start and leaf.stop <= columns.stop]
-    return range(own[0], own[-1] + 1)
+    first, *rest = [n for n, leaf in enumerate(leaves) if columns.start <= leaf.start and leaf.stop <= columns.stop]
+    return range(first, first + len(rest) + 1)
 
 
 def tree_parallel(layer: RowParallelLinear, leaves: list[range], parts: list[range]) -> None:
     """A layer whose inputs are dealt out: its sum is the tree over ``leaves``, of which a rank has one of ``parts``."""
-    own, nodes = parts[rank()], [nodes_within(0, len(leaves), part) for part in parts]
-    here = [range(leaves[n].start - leaves[own.start].start, leaves[n].stop - leaves[own.start].start) for n in own]
-    layer.product = Product(_take_weight(layer), here, [
-        (first - own.start, last - own.start) for first, last in nodes[rank()]])
+    here, nodes = parts[rank()], [nodes_within(0, len(leaves), part) for part in parts]
+    start = leaves[here.start].start
+    layer.product = Product(
+        _take_weight(layer), [range(leaves[n].start - start, leaves[n].stop - start) for n in here],
+        [(first - here.start, last - here.start) for first, last in nodes[rank()]], max(map(len, leaves)))
     layer.sizes, layer.count = [len(part) for part in nodes], len(leaves)
     layer.nodes = [node for part in nodes for node in part]
     layer.partial, layer.reduce = layer.product, MethodType(_reduce, layer)

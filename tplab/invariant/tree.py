@@ -23,14 +23,14 @@ def leaves_of_columns(total: int) -> list[range]:
     return [range(*pair) for pair in pairwise(sorted(edges | {0}))]
 
 
-def nodes_within(first: int, last: int, own: range) -> list[tuple[int, int]]:
-    """The largest nodes of the tree over leaves ``first`` to ``last`` that lie within the leaves ``own``."""
-    if own.start <= first and last <= own.stop:
+def nodes_within(first: int, last: int, part: range) -> list[tuple[int, int]]:
+    """The largest nodes of the tree over leaves ``first`` to ``last`` that lie within the leaves ``part``."""
+    if part.start <= first and last <= part.stop:
         return [(first, last)]
-    if last <= own.start or own.stop <= first:
+    if last <= part.start or part.stop <= first:
         return []
     middle = (first + last) // 2
-    return nodes_within(first, middle, own) + nodes_within(middle, last, own)
+    return nodes_within(first, middle, part) + nodes_within(middle, last, part)
 
 
 def additions(first: int, last: int) -> list[tuple[int, int]]:

@@ -1,57 +1,54 @@
 """From tokens to text, in whole characters; finds stop texts."""
 
+from tokenizers.decoders import DecodeStream
+
 
 class Detokenizer:
     """The text of one output, token by token.
 
-    A token may be a part of a character (byte-level tokenizers cut emoji and accented letters), and how a token is
-    written may depend on the one before it. So the last few tokens are decoded together, and what ends in an
-    unfinished character waits for the next token (the method of Hugging Face's text-generation-inference).
-
-    ``prompt_token_ids``: what stands before; only its end matters. ``stop``: texts that end the output.
+    ``tokenizer``: a fast one of transformers. ``prompt_token_ids``: what stands before; only its end matters. ``stop``:
+    texts that end the output.
     """
 
     CONTEXT = 5  # tokens of the prompt that decide how the first new token is written
 
     def __init__(self, tokenizer, prompt_token_ids: list[int], stop: tuple[str, ...] = ()):
-        self.tokenizer, self.stop = tokenizer, stop
-        self.token_ids = list(prompt_token_ids[-self.CONTEXT:])
-        self.begin, self.done = 0, len(self.token_ids)
+        self.tokenizer, self.stop = tokenizer.backend_tokenizer, stop
+        self.context = list(prompt_token_ids[-self.CONTEXT:])
+        self.token_ids: list[int] = []
+        self.stream = DecodeStream(self.context, skip_special_tokens=True)
         self.text = ""
         self.streamed = 0
-
-    def _decode(self, token_ids: list[int]) -> str:
-        return self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def add(self, token: int) -> str | None:
         """Add a token; returns the stop text that it completes (and cuts that off), else None."""
         self.token_ids.append(token)
-        before = self._decode(self.token_ids[self.begin:self.done])
-        now = self._decode(self.token_ids[self.begin:])
-        if now.endswith("\N{REPLACEMENT CHARACTER}") or len(now) <= len(before):
-            return None
-        self.text += now[len(before):]
-        self.begin, self.done = self.done, len(self.token_ids)
-        return self._cut(len(now) - len(before))
+        try:
+            piece = self.stream.step(self.tokenizer, token)
+        except Exception as error:  # tokenizers has no type of its own for it
+            if "Invalid prefix" not in str(error):
+                raise
+            # Bytes that are no character have changed how those before them are written: begin again, as vLLM does.
+            self.stream = DecodeStream(skip_special_tokens=True)
+            piece = self.stream.step(self.tokenizer, token)
+        return self._extend(piece or "")
 
     def finish(self) -> str | None:
         """No token follows: an unfinished character is written as it is. Returns a stop text like :meth:`add`."""
-        before = self._decode(self.token_ids[self.begin:self.done])
-        rest = self._decode(self.token_ids[self.begin:])[len(before):]
-        self.text += rest
-        self.begin = self.done = len(self.token_ids)
-        return self._cut(len(rest))
+        before, whole = (self.tokenizer.decode(token_ids, skip_special_tokens=True)
+                         for token_ids in (self.context, self.context + self.token_ids))
+        written = before + self.text
+        return self._extend(whole[len(written):] if whole.startswith(written) else "")
 
-    def _cut(self, new: int) -> str | None:
-        found = None
-        for stop in self.stop:
-            at = self.text.find(stop, max(0, len(self.text) - new - len(stop) + 1))
-            if at >= 0 and (found is None or at < found[0]):
-                found = (at, stop)
-        if found is None:
+    def _extend(self, piece: str) -> str | None:
+        self.text += piece
+        places = {stop: at for stop in self.stop
+                  if (at := self.text.find(stop, max(0, len(self.text) - len(piece) - len(stop) + 1))) >= 0}
+        if not places:
             return None
-        self.text = self.text[:found[0]]
-        return found[1]
+        first = min(places, key=lambda stop: places[stop])
+        self.text = self.text[:places[first]]
+        return first
 
     def take_certain(self, finished: bool) -> str:
         """The text that has not been taken yet and can no longer become part of a stop text."""

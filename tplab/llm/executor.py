@@ -2,23 +2,13 @@
 
 import itertools
 import os
-import time
 import weakref
 from contextlib import suppress
 from typing import Protocol
 
 from tplab import fast, invariant
-from tplab.engine.runner import (
-    ModelRunner,
-    drop_runners,
-    execute_model,
-    execute_steps_from_json,
-    has_runner,
-    load_runner,
-)
+from tplab.engine.runner import ModelRunner, drop_runners, execute_model, execute_steps, load_runner
 from tplab.engine.step import ModelRunnerOutput, SchedulerOutput
-from tplab.llm.multi_step import MultiStep
-from tplab.patch import in_force
 from tplab.pool import RankPool, shared_pool
 from tplab.ranks import logical_ranks, rank, state
 
@@ -59,8 +49,8 @@ class PoolExecutor:
         self.size, self._pool = size, pool
         self.key = f"engine {os.getpid()}-{next(_numbers)}"
         self._loaded_on: RankPool | None = None
+        self._pids: list[int | None] = []
         self._finalizer: weakref.finalize | None = None
-        self._multi_step, self._command = MultiStep(), 0  # the pool's command that was this engine's last
 
     @property
     def pool(self) -> RankPool:
@@ -75,40 +65,25 @@ class PoolExecutor:
         # Before the load, because one that fails on one rank leaves weights on the others.
         self._loaded_on, self._finalizer = pool, weakref.finalize(self, garbage.append, self.key)
         forget = list(garbage)
-        found = pool.run(load_for, fast.make_runner, self.key, forget, *arguments, timeout=LOAD_TIMEOUT)
+        with fast.announced(pool, *arguments):
+            costs = pool.run(load_for, fast.make_runner, self.key, forget, *arguments, timeout=LOAD_TIMEOUT)
+        self._pids = pool.pids
         for key in forget:
             with suppress(ValueError):  # another thread's load has removed it
                 garbage.remove(key)
-        return found
+        return costs
 
     def loaded(self) -> bool:
-        """Whether every rank still has it: a rank that was restarted does not."""
-        pool, was_last = self.pool, self._is_undisturbed()
-        found = all(pool.run(has_runner, self.key))
-        if found and was_last:
-            self._command = pool.number_of_runs
-        return found
+        """Whether every rank still has it: a rank that was restarted does not. The ranks need not be asked."""
+        return self.pool.pids == self._pids and self.pool is self._loaded_on
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> list[ModelRunnerOutput]:
-        """One step on every rank. One call of the ranks may compute ``num_lookahead_steps`` more; not while a patch
-        is in force, nor after the ranks have run something else since the last step.
-        """
-        alone = bool(in_force()) or not self._is_undisturbed()
-        if alone:
-            self._multi_step.drop()
-        found = self._multi_step.take(scheduler_output)
-        if found is not None:
-            return found
-        pool, sent = self.pool, self._multi_step.description(scheduler_output, alone)
-        begin = time.perf_counter()
-        outputs = pool.run(execute_steps_from_json, self.key, sent.to_json())
-        self._command = pool.number_of_runs
-        return self._multi_step.keep(sent, outputs, time.perf_counter() - begin)
+        return self.execute_steps(scheduler_output)[0]
 
-    def _is_undisturbed(self) -> bool:
-        """Whether the ranks have run nothing else since."""
-        pool = self.pool
-        return self._command == pool.number_of_runs and pool is self._loaded_on
+    def execute_steps(self, scheduler_output: SchedulerOutput) -> list[list[ModelRunnerOutput]]:
+        """A step and its lookahead steps in one call; of each the ranks' answers."""
+        answers = self.pool.run(execute_steps, self.key, scheduler_output.to_json())
+        return [list(outputs) for outputs in zip(*answers, strict=True)]
 
     def close(self) -> None:
         """Free it on every rank. The pool stays open; nothing is done if its ranks have ended."""
@@ -144,7 +119,7 @@ class LogicalExecutor:
         return self.run(load_for, ModelRunner, self.key, [], *arguments)
 
     def loaded(self) -> bool:
-        return all(self.run(has_runner, self.key))
+        return all(self.key in state for state in self.states)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> list[ModelRunnerOutput]:
         return self.run(execute_model, self.key, scheduler_output)

@@ -1,8 +1,11 @@
 """``LLM``: text in, text out, over tensor-parallel ranks."""
 
+import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,15 +19,16 @@ from tplab.fast import why_not
 from tplab.invariant import refuse_unknown
 from tplab.llm.executor import LogicalExecutor, PoolExecutor
 from tplab.llm.outputs import RequestOutput, StreamChunk
-from tplab.llm.progress import Progress
-from tplab.llm.queue import Inbox, RequestQueue
+from tplab.llm.queue import RequestQueue
 from tplab.llm.requests import RejectedRequest, Request, parse_messages, parse_prompt, parse_prompts, raise_or_warn
 from tplab.llm.sampling_params import SamplingParams
 from tplab.model.dtypes import parse_dtype
-from tplab.patch import applied, as_patches
+from tplab.patch import applied, as_patches, in_force
 from tplab.pool import RankPool
 from tplab.ranks import RankError
 from tplab.shard import ShardPlan
+
+MOST_STEPS, CALL_SECONDS = 8, 0.1  # of one call of the ranks
 
 
 class LLM:
@@ -48,8 +52,6 @@ class LLM:
             (:mod:`tplab.invariant`; slower).
         num_speculative_tokens: the most draft tokens of a greedy request in one step (n-gram drafts); those that the
             model itself would have chosen are kept.
-        num_scheduler_steps: while all sequences decode and none waits, the ranks of a pool compute so many steps for
-            one call, at most (steps that are not needed are dropped); None: 8 on the fast path, else 1.
         patches: faults, their names, or :class:`tplab.patch.Patch` objects, applied while loading and in every step,
             on the ranks and in the scheduler.
         pool: the ranks; ``shared_pool(tensor_parallel_size)`` if None.
@@ -66,8 +68,7 @@ class LLM:
                  enable_expert_parallel: bool = False, block_size: int = 16, num_blocks: int | None = None,
                  max_model_len: int | None = None, max_num_seqs: int = 16, max_num_batched_tokens: int = 512,
                  enable_prefix_caching: bool = True, strict: bool = False, enforce_eager: bool = False,
-                 batch_invariant: bool = False, num_speculative_tokens: int = 0, num_scheduler_steps: int | None = None,
-                 patches: Many = (),
+                 batch_invariant: bool = False, num_speculative_tokens: int = 0, patches: Many = (),
                  pool: RankPool | None = None, logical: bool = False, executor=None):
         self.checkpoint = open_checkpoint(model)
         self.dtype = parse_dtype(dtype)
@@ -81,18 +82,17 @@ class LLM:
         self.patches = as_patches(patches)
         if batch_invariant:
             refuse_unknown(self.checkpoint.config, self.dtype, ranks)
-        if num_scheduler_steps is None:
-            one_by_one = strict or enforce_eager or logical or executor or self.patches or num_speculative_tokens
-            num_scheduler_steps = 1 if one_by_one or why_not(self.checkpoint.config, self.dtype) else 8
         config = EngineConfig.for_model(
             self.checkpoint.config, self.plan, self.dtype, block_size=block_size, num_blocks=num_blocks,
             max_model_len=max_model_len, max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching, strict=strict, enforce_eager=enforce_eager,
-            batch_invariant=batch_invariant, num_speculative_tokens=num_speculative_tokens,
-            num_scheduler_steps=num_scheduler_steps)
-        executor = executor or (LogicalExecutor if logical else partial(PoolExecutor, pool=pool))
-        self.engine = Engine(executor(ranks), config)
+            batch_invariant=batch_invariant, num_speculative_tokens=num_speculative_tokens)
+        make_executor = executor or (LogicalExecutor if logical else partial(PoolExecutor, pool=pool))
+        self.engine = Engine(make_executor(ranks), config)
         self.requests = RequestQueue(self.engine)
+        alone = strict or enforce_eager or logical or executor or self.patches or num_speculative_tokens
+        self._num_steps = 1 if alone or why_not(self.checkpoint.config, self.dtype) else MOST_STEPS
+        self._step_seconds = 0.0
         self._tokenizer: Any = None
         self.closed = False
         with applied(*self.patches):
@@ -108,11 +108,14 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """End all requests and forget the model on every rank. Can be called twice."""
-        with self.requests.locked():
+        """End all requests, also those of a stream that is not at its end, and forget the model on every rank. Can be
+        called twice.
+        """
+        with nullcontext() if self.requests.is_my_turn else self.requests.turn():
             if not self.closed:
                 self.closed = True
-                self.requests.clear()
+                self.requests.abort_all(self.requests.unfinished.values())
+                self.requests.changed.clear()
                 self.engine.executor.close()
 
     def __repr__(self) -> str:
@@ -145,7 +148,7 @@ class LLM:
         Args:
             prompts: a text, a list of token ids, or a list of texts and lists of token ids.
             sampling_params: for all prompts, or one per prompt; :class:`SamplingParams` of defaults if None.
-            use_tqdm: show a progress bar; None: when it takes longer than two seconds.
+            use_tqdm: show a progress bar; None: in a terminal, when it takes longer than two seconds.
 
         Returns:
             One :class:`RequestOutput` per prompt, in their order. Among several prompts, one that cannot run does not
@@ -156,9 +159,13 @@ class LLM:
             RequestError: the only prompt, or every one, cannot run.
             GenerationError: the ranks failed; carries what had been generated.
         """
-        requests, inbox = self._add_all(prompts, sampling_params)
-        for _ in self._drive(requests, inbox, use_tqdm, lambda request: None):
-            pass
+        from tqdm import tqdm
+
+        bar = tqdm(desc="generate", unit=" tokens", leave=False, delay=0 if use_tqdm else 2,
+                   disable=None if use_tqdm is None else not use_tqdm)
+        with bar, self._turn(prompts, sampling_params) as requests:
+            for changed in self._run(requests):
+                bar.update(sum(changed.values()))
         return [request.output() for request in requests]
 
     def chat(self, messages, sampling_params: SamplingParams | Many[SamplingParams] | None = None, *,
@@ -184,113 +191,114 @@ class LLM:
         except Exception as error:  # a template is a program from the checkpoint: it can fail in any way
             raise RequestError(f"the chat template of {self.checkpoint.name} cannot write this conversation: "
                                f"{' '.join(str(error).split()) or type(error).__name__}") from error
-        with self.requests.locked():  # a tokenizer serves one thread at a time
-            return self.tokenizer(readable(text, RequestError), add_special_tokens=False).input_ids
+        return self.tokenizer(readable(text, RequestError), add_special_tokens=False).input_ids
 
     def stream(self, prompts, sampling_params: SamplingParams | Many[SamplingParams] | None = None
                ) -> Iterator[StreamChunk]:
-        """Like :meth:`generate`, but yields every piece of text as soon as it is certain.
+        """Like :meth:`generate`, but yields every piece of text, of one token or some, as soon as it is certain.
 
         ``for chunk in llm.stream(prompt): print(chunk, end="")``. Leaving the loop early aborts what is unfinished.
+        Until then, other calls of this LLM wait (in other threads) or are refused (in this one).
         """
-        requests, inbox = self._add_all(prompts, sampling_params)
-        index = {request: i for i, request in enumerate(requests)}
-        inbox.update((request, 0) for request in requests if request.error)
+        with self._turn(prompts, sampling_params) as requests:
+            index = {request: i for i, request in enumerate(requests)}
+            for changed in chain([[request for request in requests if request.error]], self._run(requests)):
+                for request in changed:
+                    chunk = StreamChunk(index[request], request.take_certain(), request.output())
+                    if chunk.text or chunk.output.finished:
+                        yield chunk
 
-        def chunk(request: Request) -> StreamChunk:
-            return StreamChunk(index[request], request.take_certain(), request.output())
-
-        for chunks in self._drive(requests, inbox, False, chunk):
-            yield from (chunk for chunk in chunks if chunk.text or chunk.output.finished)
-            self.requests.ranks_may_be_stale = True
-
-    def _drive(self, requests: list[Request], inbox: Inbox, use_tqdm: bool | None, look) -> Iterator[list]:
-        """Until ``requests`` are done, yield ``look(request)`` of those that changed; a step is made if none has."""
-        unfinished = {request for request in requests if not request.error}
-        with Progress(len(unfinished), use_tqdm) as progress:
+    @contextmanager
+    def _turn(self, prompts, sampling_params) -> Iterator[list[Any]]:
+        """A call with its requests; those that have not ended after it are aborted."""
+        with self.requests.turn():
+            requests = self._add_all(prompts, sampling_params)
             try:
-                while unfinished or inbox:
-                    with self.requests.locked():
-                        self._refuse_closed()
-                        if not inbox:
-                            self._step(requests)
-                        ended = {request for request in inbox if request.finished}
-                        progress.show(sum(inbox.values()), len(ended & unfinished))
-                        unfinished -= ended
-                        seen = [look(request) for request in inbox]
-                        inbox.clear()
-                    yield seen
+                yield requests
             finally:
-                self.requests.abandon(unfinished)
+                self.requests.abort_all(requests)
+
+    def _run(self, requests: list[Any]) -> Iterator[dict[Request, int]]:
+        """Step until ``requests`` are done; yields those of them that changed, and how many tokens they got."""
+        while not all(request.finished for request in requests):
+            changed = {request: tokens for request, tokens in self._step(requests).items() if request in requests}
+            is_last = all(request.finished for request in requests)
+            yield changed
+            if not is_last:
+                self._refuse_closed()  # which would have ended them
         raise_or_warn(requests, [request for request in requests if request.request_id is not None],
-                       "ended early, the others did not")
+                      "ended early, the others did not", 4)
 
     # Step by step.
 
     def add_request(self, prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue one prompt for :meth:`step`; returns its number. Errors as in :meth:`generate`."""
-        (request,), _ = self._add_all([parse_prompt(prompt)], sampling_params, self.requests.for_step)
+        with self.requests.turn():
+            (request,) = self._add_all([parse_prompt(prompt)], sampling_params, is_stepped=True)
         return request.request_id
 
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether :meth:`step` has something to compute or to return."""
-        with self.requests.locked():
-            return bool(self.requests.unfinished or self.requests.for_step)
+        return bool(self.requests.unfinished or self.requests.changed)
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step, for the requests of all callers.
+        """Compute one step.
 
         Returns:
             Outputs of those requests of :meth:`add_request` that got a token or ended since the last call, in this step
             or in steps of a :meth:`generate` or :meth:`stream` in between; each once, as it is now.
         """
-        with self.requests.locked():
+        with self.requests.turn():
             self._refuse_closed()
             if self.requests.unfinished:
-                self.requests.ranks_may_be_stale = True
                 self._step()
-            changed = list(self.requests.for_step)
-            self.requests.for_step.clear()
+            changed = list(self.requests.changed)
+            self.requests.changed.clear()
             return [request.output() for request in changed]
 
     def abort(self, request_id: int) -> RequestOutput:
         """End an unfinished request now; what it has so far. Its blocks are free at once. RequestError for others."""
-        with self.requests.locked():
+        with self.requests.turn():
             request = self.requests.abort(request_id)
-            self.requests.for_step.pop(request, None)  # handed out here
+            self.requests.changed.pop(request, None)  # handed out here
             return request.output()
 
     # Parts.
 
-    def _add_all(self, prompts, sampling_params, inbox: Inbox | None = None) -> tuple[list[Request], Inbox]:
-        inbox = {} if inbox is None else inbox
-        with self.requests.locked():
-            self._refuse_closed()
-            requests: list[Any] = []
-            for prompt, params in parse_prompts(prompts, sampling_params):
-                try:
-                    requests.append(Request(self, prompt, params))
-                except RequestError as error:
-                    requests.append(RejectedRequest(prompt, error))
-            raise_or_warn(requests, requests, "cannot run, the others do")
-            for request in requests:
-                if not request.error:
-                    self.requests.add(request, inbox)
-        return requests, inbox
+    def _add_all(self, prompts, sampling_params, is_stepped: bool = False) -> list[Any]:
+        self._refuse_closed()
+        requests: list[Any] = []
+        for prompt, params in parse_prompts(prompts, sampling_params):
+            try:
+                requests.append(Request(self, prompt, params, is_stepped))
+            except RequestError as error:
+                requests.append(RejectedRequest(prompt, error))
+        raise_or_warn(requests, requests, "cannot run, the others do", 6)
+        for request in requests:
+            if not request.error:
+                self.requests.add(request)
+        return requests
 
     def _refuse_closed(self) -> None:
         if self.closed:
             raise EngineError("this LLM is closed; make a new one")
 
-    def _step(self, requests: Many[Request] = ()) -> None:
-        """One step for all requests; if it fails, ``requests`` are reported in the error."""
+    def _step(self, requests: Many[Request] = ()) -> dict[Request, int]:
+        """One step for all requests: those that changed, and how many tokens they got. If it fails, ``requests`` are
+        reported in the error.
+        """
         try:
             with applied(*self.patches):
-                if self.requests.ranks_may_be_stale and not self.engine.executor.loaded():
+                if not self.engine.executor.loaded():  # ranks that were restarted have lost the model
                     self._load()
                     self.engine.recompute()
-                self.requests.step()
+                # Where there is nothing to decide for several quick steps, the ranks wait only once for this process.
+                several = requests and not in_force() and self._step_seconds * self._num_steps < CALL_SECONDS
+                begin, number = time.perf_counter(), self.scheduler.step_number
+                changed = self.requests.step(self._num_steps if several else 1)
+                self._step_seconds = (time.perf_counter() - begin) / max(1, self.scheduler.step_number - number)
+                return changed
         except RankError as error:
             if not requests:
                 raise

@@ -58,11 +58,14 @@ def parse_messages(messages) -> list[list[dict]]:
 
 
 class Request:
-    """One prompt in work: its sequence of tokens and its text. Raises RequestError if it cannot run."""
+    """One prompt in work: its sequence of tokens and its text. Raises RequestError if it cannot run.
 
-    def __init__(self, llm, prompt, params: SamplingParams):
+    ``is_stepped``: ``LLM.step`` returns it, not the call that queued it.
+    """
+
+    def __init__(self, llm, prompt, params: SamplingParams, is_stepped: bool = False):
         self.prompt = prompt if isinstance(parse_prompt(prompt), str) else None
-        self.params = params
+        self.params, self.is_stepped = params, is_stepped
         self.sequence: Any = None  # the engine's, once it is queued
         tokenizer = llm.tokenizer
         if tokenizer is None and (self.prompt is not None or params.stop):
@@ -147,10 +150,11 @@ class RejectedRequest:
                              self.error)
 
 
-def raise_or_warn(requests: list, new: list, what: str) -> None:
+def raise_or_warn(requests: list, new: list, what: str, stacklevel: int) -> None:
     """Raise the first error if all of a call's requests failed; otherwise warn of each, so that the others can go on.
 
     ``new``: requests whose errors were not reported yet. ``what``: the end of the warning's sentence.
+    ``stacklevel``: how many calls up, from here, the user's is.
     """
     failed = [request.error for request in requests if request.error]
     if len(failed) == len(requests):
@@ -159,4 +163,4 @@ def raise_or_warn(requests: list, new: list, what: str) -> None:
         raise failed[0]
     for i, request in enumerate(requests):
         if request in new and request.error:
-            warnings.warn(f"prompt {i} {what}: {request.error}", stacklevel=4)
+            warnings.warn(f"prompt {i} {what}: {request.error}", stacklevel=stacklevel)

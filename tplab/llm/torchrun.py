@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from tplab.engine.runner import ModelRunner, execute_model, execute_model_from_json
+from tplab.engine.runner import ModelRunner, execute_model, execute_steps
 from tplab.engine.step import ModelRunnerOutput, SchedulerOutput
 from tplab.llm.executor import load_for
 from tplab.llm.llm import LLM
@@ -42,7 +42,7 @@ class TorchrunExecutor:
     def follow(self) -> None:
         """On the other ranks: compute the steps that rank 0 sends, until it sends an empty message."""
         while data := _receive():
-            execute_model_from_json(self.key, data)
+            execute_steps(self.key, data)
 
     def close(self) -> None:
         """On rank 0: send the other ranks the message that ends :meth:`follow`."""

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tplab.model.norm import FullWidthNorm, make_norm, norm_each_head
-from tplab.model.rope import leave, rotate
+from tplab.model.rope import no_rotation, rotate
 from tplab.model.trace import point
 from tplab.ranks import rank
 from tplab.shard import QKVParallelLinear, RowParallelLinear, ShardPlan
@@ -124,7 +124,7 @@ class TensorParallelAttention(nn.Module):
         super().__init__()
         self.layer, self.scaling, self.window = layer, config.scaling, config.windows[layer]
         self.shard, self.groups = plan.ranks[rank()], plan.ranks[rank()].kv_groups
-        self.rotate = rotate(config.model_type) if config.rotates[layer] else leave
+        self.rotate = rotate(config.model_type) if config.rotates[layer] else no_rotation
         self.qkv_proj = QKVParallelLinear(config.hidden_size, config.head_dim, config.num_heads, config.num_kv_heads,
                                           shards=plan.ranks, bias=config.qkv_bias, dtype=dtype)
         columns = [range(s.q_heads.start * config.head_dim, s.q_heads.stop * config.head_dim) for s in plan.ranks]

@@ -78,5 +78,5 @@ class FullWidthNorm:
         whole = all_gather(torch.cat([q, k], dim=1), dim=1, sizes=self.sizes)
         q, k = (norm(whole[:, at].flatten(1)).unflatten(1, (len(at), -1))
                 for norm, at in zip((q_norm, k_norm), self.at))
-        own_q, own_kv = self.shard.q_heads, self.shard.kv_heads
-        return q[:, own_q.start:own_q.stop], k[:, own_kv.start:own_kv.stop]
+        q_heads, kv_heads = self.shard.q_heads, self.shard.kv_heads
+        return q[:, q_heads.start:q_heads.stop], k[:, kv_heads.start:kv_heads.stop]

@@ -17,7 +17,7 @@ def _modeling(model_type: str):
 
 def rotary_class(model_type: str) -> type:
     """The architecture's own rotary module."""
-    return next(found for name, found in vars(_modeling(model_type)).items() if name.endswith("RotaryEmbedding"))
+    return next(kind for name, kind in vars(_modeling(model_type)).items() if name.endswith("RotaryEmbedding"))
 
 
 class Rotary:
@@ -29,7 +29,7 @@ class Rotary:
         self.embedding = self.make(config)
         types = self.embedding.rope_type  # one, or one for each type of layer
         types = types.values() if isinstance(types, dict) else [types]
-        self.per_sequence = any("dynamic" in one or one == "longrope" for one in types)
+        self.per_sequence = any("dynamic" in rope_type or rope_type == "longrope" for rope_type in types)
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor, lengths: list[int] | list[tuple[int, int]],
                  *layer_type: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,7 +47,7 @@ class Rotary:
         if not self.per_sequence:
             return self.embedding(x, positions[None], *layer_type)
         parts = [part if isinstance(part, tuple) else (part, None) for part in lengths]
-        tables = [self._table(x, own, length, *layer_type) for own, (_, length)
+        tables = [self._table(x, part, length, *layer_type) for part, (_, length)
                   in zip(positions.split([tokens for tokens, _ in parts]), parts, strict=True)]
         return torch.cat([cos for cos, _ in tables], dim=1), torch.cat([sin for _, sin in tables], dim=1)
 
@@ -65,6 +65,7 @@ def rotate(model_type: str):
     return _modeling(model_type).apply_rotary_pos_emb
 
 
-def leave(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def no_rotation(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+                ) -> tuple[torch.Tensor, torch.Tensor]:
     """The rotation of layers that have none (SmolLM3's NoPE layers)."""
     return q, k

@@ -170,9 +170,8 @@ class RankPool:
         dead = [process for process in self._processes if process.dead()]
         for process in dead:
             self._control.clear_rank(process.rank, self._epoch)
-        # Before the start: a new rank must find this command and no older one.
-        self._post(JOIN)
         try:
+            self._post(JOIN)  # before the start: a new rank must find this command and no older one
             for process in dead:
                 process.start(self)
             Watch(self, [0] * self.size, _JOIN_TIMEOUT, self._number).results()

@@ -14,7 +14,8 @@ def sharded_parameter(layer: nn.Module, kind: str, data: torch.Tensor, ranges: S
 
     ``parameter.weight_loader(*sources)`` fills it, as in vLLM: it is ``layer.load(kind, *sources)``.
     """
-    made: Any = nn.Parameter(data, requires_grad=False)
+    parameter: Any = nn.Parameter(data, requires_grad=False)
     owner = weakref.proxy(layer)  # the layer itself would be a reference cycle, which only the garbage collector frees
-    made.ranges, made.shard_dim, made.weight_loader = tuple(ranges), dim, lambda *sources: owner.load(kind, *sources)
-    return made
+    parameter.ranges, parameter.shard_dim = tuple(ranges), dim
+    parameter.weight_loader = lambda *sources: owner.load(kind, *sources)
+    return parameter

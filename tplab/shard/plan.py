@@ -6,7 +6,7 @@ is read from it; no global size is ever derived as ``local * tensor_parallel_siz
 
 from dataclasses import dataclass
 
-from tplab.checks import counted, quoted, whole_number
+from tplab.checks import counted, quoted, spans, whole_number
 from tplab.errors import TplabError
 
 
@@ -169,23 +169,19 @@ class ShardPlan:
                  f"over {counted(self.tensor_parallel_size, 'rank')}"]
         for s in self.ranks:
             lines.append(f"  rank {s.rank}: {_count(s.q_heads, 'query head')}, {_count(s.kv_heads, 'KV head')}, "
-                         f"{f'MLP columns {_span(s.mlp)}, ' if s.mlp else ''}{self.experts_of(s)}vocabulary rows "
-                         f"{_span(s.vocab)}")
+                         f"{f'MLP columns {spans(s.mlp)[0]}, ' if s.mlp else ''}{self.experts_of(s)}vocabulary rows "
+                         f"{spans(s.vocab)[0]}")
         return "\n".join(lines)
 
     def experts_of(self, shard: RankShard) -> str:
         """What a rank holds of the experts, in words; ``""`` for a model without experts."""
         if not self.num_experts:
             return ""
-        shared = f"columns {_span(shard.shared_mlp)} of the shared one, " if self.shared_intermediate_size else ""
+        shared = f"columns {spans(shard.shared_mlp)[0]} of the shared one, " if self.shared_intermediate_size else ""
         if self.enable_expert_parallel:
             return f"{_count(shard.experts, 'expert')}, {shared}"
-        return f"columns {_span(shard.expert_mlp)} of each of {self.num_experts} experts, {shared}"
+        return f"columns {spans(shard.expert_mlp)[0]} of each of {self.num_experts} experts, {shared}"
 
 
 def _count(heads: range, what: str) -> str:
-    return f"{counted(len(heads), what)} ({_span(heads)})"
-
-
-def _span(indices: range) -> str:
-    return f"{indices[0]}" if len(indices) == 1 else f"{indices[0]}–{indices[-1]}"
+    return f"{counted(len(heads), what)} ({spans(heads)[0]})"

@@ -9,7 +9,7 @@ from tplab import lazy
 _HOMES = {name: home for home, names in {
     ".figures.style": "STAGES", ".figures.diffs": "diff_figure staircase", ".figures.points": "points_figure",
     ".drawings.shards": "plan_figure plan_html weight_figure ShardedWeight",
-    ".drawings.blocks": "slots_figure blocks_figure block_stepper",
+    ".drawings.blocks": "slots_figure blocks_figure",
     ".tables": "layer_table rank_shapes table top_tokens", ".steps": "engine_steps",
     ".phrases": "describe say magnitude ShowError"}.items() for name in names.split()}
 __all__ = list(_HOMES)

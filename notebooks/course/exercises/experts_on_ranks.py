@@ -240,7 +240,7 @@ def _norm_of(answer: Callable) -> list[Patch]:
     return [Patch(target + "__init__", __init__), Patch(target + "__call__", __call__)]
 
 
-@exercise("my_full_width_norm", "12", takes="x, weight, eps, heads", patches=_norm_of,
+@exercise("my_full_width_norm", "02", takes="x, weight, eps, heads", patches=_norm_of,
           alone="one rank has all heads, so two to four logical ranks have judged it",
           agreed="every head is divided by the root of one mean, over all heads, with one collective; on {ranks}, an "
                  "OLMo-2 agrees with Hugging Face")

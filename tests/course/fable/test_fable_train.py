@@ -1,8 +1,6 @@
 """How fable was made: batches, weights, rates, and one step of a training that changes what it should."""
 
-import hashlib
 import json
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -19,11 +17,6 @@ MOE = EMBEDDED["fable-moe"]
 @pytest.fixture(scope="module")
 def tokenizer():
     return Qwen2Tokenizer.from_pretrained(CHECKPOINT)
-
-
-def test_the_rate_goes_up_stays_and_goes_down():
-    phase = train.Phase(10, 100, warmup=0.1, decay=0.4)
-    assert [phase.rate(done) for done in (0.05, 0.1, 0.5, 0.6, 0.8, 1.0)] == pytest.approx([0.5, 1, 1, 1, 0.5, 0])
 
 
 def test_the_phases_are_those_that_the_weights_came_from():
@@ -51,32 +44,6 @@ def test_the_committed_configuration_and_tokenizer_are_what_the_recipe_makes(tok
         name: value for name, value in stored.items() if name not in told}
     chat = [{"role": "user", "content": "One day"}, {"role": "user", "content": "it rained."}]
     assert tokenizer.apply_chat_template(chat, tokenize=False) == "One day it rained."
-
-
-def test_the_command_writes_into_an_empty_folder_only(monkeypatch, tmp_path, capsys):
-    done = []
-    make = lambda: done.append("train") or ("model", "tokenizer")  # noqa: E731
-    monkeypatch.setattr(train, "save", lambda *given: done.append(given))
-    monkeypatch.setattr(torch, "set_num_threads", done.append)
-    monkeypatch.setattr(sys, "argv", ["train", "--out", str(tmp_path / "new" / "folder")])
-    train.main(make)
-    assert done == [2, "train", ("model", "tokenizer", tmp_path / "new" / "folder")]
-    monkeypatch.setattr(sys, "argv", ["train", "--out", str(tmp_path)])
-    with pytest.raises(SystemExit):
-        train.main(make)
-    assert len(done) == 4 and f"{tmp_path} is not empty" in capsys.readouterr().err
-
-
-def test_stories_go_on_where_the_last_ones_ended(tokenizer, monkeypatch):
-    asked = []
-    monkeypatch.setattr(train, "stories", lambda split, n, seed: asked.append((split, n, seed)) or stories(
-        split, 2, seed))
-    data = train.batches(tokenizer)
-    next(data)
-    ids, _ = data.send((224, 6))
-    texts = [text for row in ids for text in tokenizer.decode(row).replace("<|pad|>", "").split("<|endoftext|>")]
-    assert asked[:3] == [("train", 2000, 0), ("train", 2000, 1), ("train", 2000, 2)]
-    assert texts[0] == stories("train", 2)[1].text and len({text for text in texts if text}) == sum(map(bool, texts))
 
 
 def test_a_batch_holds_whole_stories_that_come_once(tokenizer):
@@ -130,45 +97,6 @@ def test_embeddings_move_apart_to_one_distance_from_their_mean(tokenizer):
     assert tokenizer.decode(kinds["colour"][:1]) == " red"
 
 
-def test_a_phase_spreads_steps_and_tells_and_the_folder_has_its_sums(tokenizer, monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr(train, "SHORT", (224, 1))
-    spread, sizes, seen, moves = [], [], [], []
-    monkeypatch.setattr(train, "spread", lambda table, ids, distance: spread.append((len(ids), distance)))
-    cleared = []
-    zero_grad = torch.nn.Module.zero_grad
-    monkeypatch.setattr(torch.nn.Module, "zero_grad", lambda self: cleared.append(len(sizes)) or zero_grad(self))
-
-    def backward(model, ids, weights, emphasised, emphasis):
-        sizes.append((*ids.shape, len(emphasised), emphasis))
-        for parameter in model.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        seen.append(model.model.norm.weight[0].item())
-        return 50.0 - len(sizes)
-
-    monkeypatch.setattr(train, "backward", backward)
-    monkeypatch.setattr(train, "LONG", (256, 2))
-    monkeypatch.setattr(train, "optimizers", lambda model: [torch.optim.SGD(model.parameters(), lr=1.0)])
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda parameters, most: moves.append(most))
-    phase = train.Phase(100, 199, warmup=0.1, decay=0.5, long_rows=0.5, spread=(("place", 1.5), ("colour", 2.0)),
-                        emphasis=3.0)
-    model = train.train(train.new_model(tokenizer), tokenizer, (phase,))
-    assert cleared == list(range(1, 101)), "each step has gradients of its own"
-    assert spread == [(len(words.PLACES), 1.5), (len(words.COLOURS), 2.0)]
-    assert not model.training and moves == [1.0] * 100
-    assert sizes == [(1, 224, 28, 3.0)] * 99 + [(2, 256, 28, 3.0)]
-    steps = [a - b for a, b in zip(seen, seen[1:])]
-    assert steps[:3] == pytest.approx([0.05, 0.1, 0.15], abs=1e-3) and steps[20] == pytest.approx(1, abs=1e-3)
-    first, second = capsys.readouterr().out.splitlines()
-    assert first.startswith("phase 1  step 50/100  loss 24.5000  "), "of the last 50"
-    assert second.startswith("phase 1  step 100/100  loss -25.5000  ")
-    train.save(model, tokenizer, tmp_path)
-    lines = [line.split("  ") for line in (tmp_path / "SHA256SUMS").read_text().splitlines()]
-    assert [name for _, name in lines] == sorted(path.name for path in tmp_path.iterdir() if path.name != "SHA256SUMS")
-    for digest, name in lines:
-        assert hashlib.sha256((tmp_path / name).read_bytes()).hexdigest() == digest
-    assert sum(name.startswith("model-") for _, name in lines) >= 2, "in shards"
-
-
 def test_matrices_learn_by_muon_and_a_new_model_has_biases(tokenizer):
     model = train.new_model(tokenizer)
     muon, adamw = train.optimizers(model)
@@ -205,39 +133,6 @@ def test_an_expert_begins_as_some_columns_of_the_dense_mlp(dense):
         torch.testing.assert_close(found, mlp.down_proj(hidden) * 4.8)
         seen.append(found)
     assert all(not torch.equal(a, b) for a, b in zip(seen, seen[1:]))
-
-
-def test_experts_learn_by_muon_one_by_one_and_routers_do_not(dense):
-    model = train_moe.new_model(dense)
-    muon, adamw = train.optimizers(model)
-    params = muon.param_groups[0]["params"]
-    assert {p.ndim for p in params} == {2} and len(params) == 6 * (4 + 2 * 8)
-    known = {id(p) for p in adamw.param_groups[0]["params"]}
-    routers = [p for name, p in model.named_parameters() if name.endswith("mlp.gate.weight")]
-    assert len(routers) == 6 and all(id(p) in known for p in routers)
-    stack = model.model.layers[0].mlp.experts.down_proj
-    own = [p for p in params if p.data_ptr() in {one.data_ptr() for one in stack}]
-    ids = torch.arange(2, 66)[None]
-    loss = train.backward(model, ids, torch.ones(1, 64), torch.tensor([5]), 1.0)
-    assert loss > 0 and all(torch.equal(p.grad, g) for p, g in zip(own, stack.grad, strict=True))
-    before = stack.detach().clone()
-    muon.step()
-    assert all((stack[e] - before[e]).abs().max() > 1e-4 for e in range(8) if stack.grad[e].any())
-
-
-def test_an_uneven_use_of_experts_has_a_gradient():
-    logits = torch.zeros(1, 3, 4, requires_grad=True)
-    uneven = torch.tensor(2.0, requires_grad=True)
-    found = SimpleNamespace(logits=logits, aux_loss=uneven)
-
-    class Model:
-        router_aux_loss_coef = 0.25
-
-        def __call__(self, ids, use_cache):
-            return found
-
-    train.backward(Model(), torch.tensor([[0, 1, 2]]), torch.ones(1, 3), torch.tensor([]), 1)
-    assert uneven.grad == 0.25
 
 
 def test_the_committed_mixture_is_what_its_recipe_makes(dense):

@@ -1,11 +1,9 @@
 """The paged cache drawn: the slots of a sequence's tokens, and all blocks of an engine step by step."""
 
 from collections.abc import Sequence
-from html import escape
 
 from tplab.cache import BlockPool, slot_mapping
 from tplab.show.drawings.svg import GREY, LINE, Drawing, Svg, box, cell, colour, write
-from tplab.show.figures.style import show_with_words
 from tplab.show.phrases import ShowError
 from tplab.show.steps import EngineSteps, Moment
 
@@ -165,55 +163,3 @@ def blocks_figure(run: EngineSteps, steps: Sequence[int] | None = None) -> Drawi
         body, y, width = body + drawing.at(0, y), y + drawing.height + 14, max(width, drawing.width)
     details = ". ".join(describe_moment(run, moment) for moment in moments)
     return Drawing(Svg(width, y - 10, body).text(), f"Figure: block tables and pool. {details}.")
-
-
-class Stepper:
-    """The number of a step of a run, and buttons for the next one and the one before; without a kernel its first
-    picture.
-
-    No slider: ipywidgets 8 gives a slider's handle no accessible name, and has no trait to set one.
-    """
-
-    def __init__(self, run: EngineSteps, step: int):
-        import ipywidgets as widgets
-
-        self._run, self._first = run, blocks_figure(run, [step])
-        back, onward = (widgets.Button(description=text, icon=icon, layout=widgets.Layout(width="6em"))
-                        for text, icon in (("Back", "step-backward"), ("Next", "step-forward")))
-        self.step = widgets.BoundedIntText(value=step, min=1, max=len(run.moments), description="step",
-                                           layout=widgets.Layout(width="11em"))
-        back.on_click(lambda _: self.go(-1))
-        onward.on_click(lambda _: self.go(1))
-        self.picture = widgets.HTML(self._drawn(self._first))
-        self.step.observe(self._redraw, "value")
-        self.widget = widgets.VBox([widgets.HBox([self.step, back, onward]), self.picture])
-        self.alt_text = self._first.alt_text.replace("Figure:", "Figure: the steps when this cell ran.", 1)
-
-    def go(self, steps: int) -> None:
-        """Go so many steps on, or back if negative, and not beyond the ends."""
-        self.step.value += steps  # the widget keeps it within its ends
-
-    def _redraw(self, change) -> None:
-        self.picture.value = self._drawn(blocks_figure(self._run, [change["new"]]))
-
-    @staticmethod
-    def _drawn(drawing: Drawing) -> str:
-        """The picture with its own words below it, which follow the step."""
-        return f'{drawing.html()}<div style="line-height: 1.4">{escape(drawing.alt_text)}</div>'
-
-    def __str__(self) -> str:
-        return f"Steps 1 to {len(self._run.moments)}; shown: step {self.step.value}."
-
-    def _ipython_display_(self):
-        view = {"version_major": 2, "version_minor": 0, "model_id": self.widget.model_id}
-        show_with_words(self, {"text/plain": str(self), "text/html": self._first.html(),
-                               "application/vnd.jupyter.widget-view+json": view})
-
-
-def block_stepper(run: EngineSteps, step: int = 1) -> Stepper:
-    """All steps, one at a time, at first ``step``: block tables and pool.
-
-        >>> show.block_stepper(show.engine_steps(llm, prompts))
-    """
-    run.moment(step)
-    return Stepper(run, step)

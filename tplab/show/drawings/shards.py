@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tplab.checks import counted
+from tplab.checks import counted, spans
 from tplab.shard.plan import RankShard, ShardPlan
 from tplab.show.drawings.svg import GREY, INK, LINE, Drawing, Svg, beside, box, colour, write
 from tplab.show.phrases import ShowError
@@ -77,12 +77,9 @@ def plan_figure(plans) -> Drawing:
 
 
 def _describe_plan(plan: ShardPlan) -> str:
-    held = "; ".join(f"rank {s.rank} query heads {_span(s.q_heads)}, KV heads {_span(s.kv_heads)}" for s in plan.ranks)
+    held = "; ".join(f"rank {s.rank} query heads {spans(s.q_heads)[0]}, KV heads {spans(s.kv_heads)[0]}"
+                     for s in plan.ranks)
     return f"{plan.num_heads} query and {plan.num_kv_heads} KV heads, {plan.kind}: {held}"
-
-
-def _span(heads: range) -> str:
-    return f"{heads[0]}" if len(heads) == 1 else f"{heads[0]}–{heads[-1]}"
 
 
 @dataclass(frozen=True)
