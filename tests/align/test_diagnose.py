@@ -78,7 +78,7 @@ ANYWHERE = sorted({probe.name for probe in probes(open_checkpoint("fable").confi
     *SHOW.values()))
 
 
-@pytest.mark.parametrize("at, name", enumerate(ANYWHERE))
+@pytest.mark.parametrize("at, name", list(enumerate(ANYWHERE)))
 def test_a_probe_names_itself(models, at, name):
     """On two and three ranks by turns."""
     model, tp = models("llama"), 2 + at % 2
@@ -93,7 +93,7 @@ def test_a_probe_of_the_cache_names_itself(models, name):
     assert report.diagnoses and all(name in one.names for one in report.diagnoses), report.diagnosis_lines()
 
 
-@pytest.mark.parametrize("at, words", enumerate(VARIANTS))
+@pytest.mark.parametrize("at, words", list(enumerate(VARIANTS)))
 def test_the_same_mistake_in_other_code_is_named_and_a_near_miss_is_not(models, at, words):
     name, patches = VARIANTS[words]
     report = broken(models("square" if "rank 0" in words else "llama"), patches)
@@ -148,7 +148,7 @@ def test_a_bug_on_one_rank_inside_a_sum_is_named_with_its_rank(models):
     points = {name: held for name, held in report.recording.points.items() if not name.endswith("partial")}
     report = dataclasses.replace(report, recording=dataclasses.replace(report.recording, points=points))
     (one,) = report.diagnoses
-    assert one.names[:1] in (("weight_not_loaded",), ("all_reduce_subset",)) and "rank 1" in one.sentence, one
+    assert one.names[:1] in (("weight_not_loaded",), ("all_reduce_subset",)) and "rank 1" in one.sentence.lower(), one
 
 
 # What is located.
@@ -172,9 +172,9 @@ def test_an_unknown_cause_is_told_with_its_place_rows_size_and_what_was_ruled_ou
 
 
 def test_of_several_faults_each_is_named_in_the_order_in_which_they_show(models):
-    names = ["all_reduce_missing", "rope_pairs", "nan_mask", "qkv_order"]
+    names = ["all_reduce_missing", "rope_pairs", "no_mask", "qkv_order"]
     found = broken(models("llama"), [fault(name) for name in names]).diagnoses
-    assert [one.fault for one in found if one.fault] == ["qkv_order", "rope_pairs", "nan_mask", "all_reduce_missing"]
+    assert [one.fault for one in found if one.fault] == ["qkv_order", "rope_pairs", "no_mask", "all_reduce_missing"]
 
 
 def test_a_fault_in_one_layer_is_named_there(models):
@@ -230,18 +230,15 @@ def test_a_disagreement_between_ranks_alone_is_seen(models):
 
 def lost_at(point, row, value, decoding):
     """One row of a point's module in layer 1 becomes NaN or infinity."""
-    target = {"v": SPLIT, "attn": f"{ATTENTION}.attend_all", "o_proj": REDUCE, "mlp": REDUCE,
-              "input_norm": "tplab.model.decoder.DecoderLayer.normed"}[point]
+    target = {"v": SPLIT, "attn": f"{ATTENTION}.attend_all", "o_proj": REDUCE, "mlp": REDUCE}[point]
     calls = {}
 
     def wrong(self, *args):
         out = original(target)(self, *args)
-        calls[rank()] = calls.get(rank(), 0) + (target == REDUCE)
-        here = {"o_proj": calls[rank()] % 6 == 3, "mlp": calls[rank()] % 6 == 4}.get(
+        calls[rank()] = calls.get(rank(), 0) + 1  # three layers, with two sums each
+        here = {"o_proj": calls[rank()] % 6 == 3, "mlp": calls[rank()] % 6 == 4, "v": calls[rank()] % 3 == 2}.get(
             point, getattr(self, "layer", 1) == 1)
         rows = out[2] if point == "v" else out
-        if point == "input_norm" and args[0] != point:
-            return out
         if here and (len(rows) <= 2) == decoding:
             rows = rows.clone()
             rows[row] = value
@@ -252,7 +249,7 @@ def lost_at(point, row, value, decoding):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("point, row, decoding, tp", [
     ("o_proj", 5, False, 2), ("mlp", 5, False, 2), ("attn", 5, False, 2), ("attn", -1, False, 1),
-    ("o_proj", 0, True, 2), ("mlp", 0, True, 3), ("input_norm", 5, False, 2), ("attn", 0, True, 2)])
+    ("o_proj", 0, True, 2), ("mlp", 0, True, 3), ("v", 5, False, 2), ("attn", 0, True, 2)])
 def test_a_row_of_nan_has_its_place_and_no_name(models, point, row, value, decoding, tp):
     report = align_decode(models("llama"), prompts(67), new_tokens=4, tensor_parallel_size=tp, logical=True,
                           patches=lost_at(point, row, value, decoding))
