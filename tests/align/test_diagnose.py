@@ -294,7 +294,7 @@ def test_a_row_of_the_cache_that_holds_another_is_one_finding(models, dtype):
                           patches=[Patch(target, batches), Patch(f"{ATTENTION}.attend_all", keeping)])
     (one,) = report.diagnoses
     assert one.fault == "cache_row_stale" and one.where.startswith("layers 0–2: attn"), one
-    assert "row 3 of sequence 0's cache holds the key and value of token 2 of sequence 0" in one.sentence
+    assert "Row 3 of sequence 0's cache holds the key and value of token 2 of sequence 0" in one.sentence
 
 
 # The replay.
