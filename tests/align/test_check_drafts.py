@@ -1,5 +1,5 @@
-"""What the check sees of speculative decoding: a guess that stays is no wrong tensor; a rejected block that another text
-finds is one, if ``rec.inputs`` tells the text."""
+"""What the check sees of speculative decoding: a guess that stays is no wrong tensor; a rejected block that another
+text finds is one, if ``rec.inputs`` tells the text."""
 
 import pytest
 import torch
