@@ -102,8 +102,8 @@ def test_every_dependency_is_declared_and_every_declared_one_is_used():
     providers = metadata.packages_distributions()
     declared, extras = names(library["dependencies"]), library["optional-dependencies"]
     beside = names(course["dependencies"]) - {"tplab"}  # what the course needs and the library does not
-    testing = ROOT / "notebooks/course/lab/testing.py"  # what `launch test` runs
-    taught, tests = used(set(python_files("notebooks")) - {testing}), used([*python_files("tests"), testing])
+    testing = {ROOT / "notebooks/course/lab/testing.py", ROOT / "notebooks/conftest.py"}  # what `launch test` runs
+    taught, tests = used(set(python_files("notebooks")) - testing), used({*python_files("tests"), *testing})
     assert used(python_files("tplab")) == declared, "what the library imports, and pyproject.toml names"
     assert taught - declared - beside == set(), "imported by the course but in neither pyproject.toml"
     assert beside - taught == RUN_ONLY and not beside & declared, "in notebooks/pyproject.toml but not imported"
