@@ -16,14 +16,14 @@ def _layer(residual=lambda self, x, normed, a: x + a, output=lambda x, r, behind
     ``in_place``: ``behind`` is ``r`` itself.
     """
     def wrong(self, x, cos, sin, context):
-        name = f"layers.{self.layer}."
+        at = f"layers.{self.layer}."
         normed = self.normed("input_norm", self.input_layernorm, x)
         a = self.self_attn(attended(x, normed), cos, sin, context)
         a = self.scaled(self.normed("attn_norm", self.post_self_attn_layernorm, a))
-        r = point(name + "residual", residual(self, x, normed, a))
-        behind = point(name + "post_norm", r) if in_place else self.normed("post_norm", self.post_attention_layernorm, r)
+        r = point(at + "residual", residual(self, x, normed, a))
+        behind = point(at + "post_norm", r) if in_place else self.normed("post_norm", self.post_attention_layernorm, r)
         m = self.scaled(self.normed("mlp_norm", self.post_mlp_layernorm, self.mlp(gated(normed, r, behind))))
-        return point(name + "output", output(x, r, behind, m, a))
+        return point(at + "output", output(x, r, behind, m, a))
     return wrong
 
 
