@@ -102,7 +102,8 @@ def build_parser() -> argparse.ArgumentParser:
 
     one = command("check", check, "Check any engine by the folder that tplab/record.py wrote beside it. What is told "
                   "(rec.inputs, --name, --layout) is believed and judged; the rest is found by names and sizes; where "
-                  "these do not decide, one question is asked. Exit code 1: a bug; 2: the recording does not tell.", model=False, tp=False)
+                  "these do not decide, one question is asked. Exit code 1: a bug; 2: the recording does not tell.",
+                  model=False, tp=False)
     one.add_argument("folder", metavar="FOLDER", help="the folder that record(...) wrote")
     one.add_argument("--model", required=True, metavar="MODEL", help=f"the checkpoint that the engine runs: {MODEL}")
     one.add_argument("--name", nargs="+", action="extend", default=[], metavar="PATTERN=POINT",
