@@ -1,4 +1,4 @@
-"""What the check cannot see of speculative decoding, as notebook 14 says: both faults of drafts are called clean."""
+"""What the check cannot see of speculative decoding, as notebook 15 says: both faults of drafts are called clean."""
 
 import pytest
 import torch
