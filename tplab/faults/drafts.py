@@ -17,7 +17,7 @@ def rejected_draft_findable(self, scheduler_output, runner_output):
     return original(_UPDATE)(self, scheduler_output, runner_output)    # ... and only now the draft is checked
 
 
-_NOTEBOOK = "14_same_prompt_other_answer"
+_NOTEBOOK = "15_guess_and_verify"
 
 FAULTS = (
     bug("tplab.engine.runner.num_accepted", rejected_draft_kept, "drafted tokens after the first wrong one are kept",

@@ -62,7 +62,7 @@ def user_output(ckpt, ranks):
 
 CASE = CaseFile(
     title="With speculation, the model repeats the user's text",
-    after="14_same_prompt_other_answer",
+    after="15_guess_and_verify",
     report="Since n-gram drafts are on, the answer to a prompt that says something twice goes on as the prompt did. I "
            "was told that this is rounding: in bfloat16, a token's logits do not have the same bits after a draft. "
            "With the drafts off it does not happen. It is the same with one rank as with {ranks}.",

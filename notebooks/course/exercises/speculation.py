@@ -1,4 +1,4 @@
-"""Notebook 14: guesses from the text itself, and a loop that keeps of them what the model would have chosen."""
+"""Notebook 15: guesses from the text itself, and a loop that keeps of them what the model would have chosen."""
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -36,7 +36,7 @@ def _ids(setting: Setting) -> list[int]:
     return (setting.ids(8) * 2)[:60]
 
 
-@exercise("my_propose", "14", takes="token_ids, count", patches=at("tplab.engine.scheduler.propose"),
+@exercise("my_propose", "15", takes="token_ids, count", patches=at("tplab.engine.scheduler.propose"),
           agreed="every guess is what followed the longest ending that stood there before; with them, the text on "
                  "{ranks} is plain greedy's")
 def my_propose(attempt: Attempt, setting: Setting):
@@ -183,7 +183,7 @@ def speculate(step: Callable, propose: Callable, ids: list[int], count: int) -> 
     return text[len(ids):]
 
 
-@exercise("my_speculate", "14", takes="step, propose, ids, count", right=speculate,
+@exercise("my_speculate", "15", takes="step, propose, ids, count", right=speculate,
           agreed="no rejected token stays, in the text or in the cache; on {ranks}, the text is plain greedy's")
 def my_speculate(attempt: Attempt, setting: Setting):
     """A toy whose cache remembers what it was given; then the model on its ranks."""

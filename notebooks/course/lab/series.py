@@ -46,7 +46,8 @@ class SeriesMap:
                        f'<td style="text-align: left"><a href="{escape(name)}">{escape(title)}</a></td>'
                        f'<td style="text-align: left">{escape(promise)}</td></tr>'
                        for name, title, promise in self.stops)
-        return f"<table>{rows}</table>"
+        summary = f"{len(self.stops)} notebooks, and what each of them promises"
+        return f"<details><summary>{summary}</summary><table>{rows}</table></details>"
 
 
 def map_of_series() -> SeriesMap:

@@ -11,7 +11,8 @@ STREET = ["x [T, hidden]", "input_norm", "QKV, column parallel", "q k v [T, head
           "post_norm", "gate, up, column parallel", "act(gate) · up [T, columns here]", "down, row parallel: a summand",
           "ALL-REDUCE 2", "+ residual"]
 NUMBERS = [
-    ("max |Δ logits| at tp 1", "large: the bug is not in the communication, but in mask, dim 1, RoPE, cache or head"),
+    ("max |Δ logits| at tp 1", "large: the bug is not in the communication, but in mask, weights, RoPE, cache or head. "
+     "Inside the floor proves nothing for more ranks: wrong cuts, sums and offsets show only there"),
     ("the first point off the floor", "the points before it are right; the bug is after the last of them"),
     ("spread across ranks", "not 0 where all ranks must agree: a sum is missing, or its result is not used"),
     ("NaN, from which point on", "the first layer's attention: something multiplies 0 by -inf"),
