@@ -17,6 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 # From the ground up; a room imports only from rooms before it.
 ROOMS = ["record", "errors", "checks", "files", "patch", "checkpoint", "ranks", "pool", "shard", "model",
          "cache", "engine", "memory", "fast", "invariant", "llm", "faults", "align", "show", "cli"]
+# The same of the course; what lies beside the rooms is below them (random_weights) or above (lesson, __main__).
+COURSE = ["random_weights", "fable", "cost", "figures", "judge", "exercises", "cases", "lab", "lesson", "__main__"]
 TOP_LEVEL = {"notebooks", "tplab", "tests", "environment.yml", "README.md", "README.zh-CN.md", "launch",
              "pyproject.toml", "LICENSE", "CHANGELOG.md", "CITATION.cff"}
 # Needed though no file imports them: to run the lab, and to test it.
@@ -72,6 +74,16 @@ def test_rooms_import_only_from_rooms_below():
         for module in imported(path)
         if (there := room(module)) and ROOMS.index(there) > ROOMS.index(here)
     ]
+    assert not upward
+
+
+def test_rooms_of_the_course_import_only_from_rooms_below():
+    home = ROOT / "notebooks" / "course"
+    rooms = {path.stem for path in home.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert rooms - {"__init__"} == set(COURSE)
+    upward = [f"{path.relative_to(home)} imports {module}" for path in python_files("notebooks/course")
+              for module in imported(path) if module.startswith("course.") and path.parent != home
+              and COURSE.index(module.split(".")[1]) > COURSE.index(path.relative_to(home).parts[0])]
     assert not upward
 
 

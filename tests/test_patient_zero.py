@@ -9,7 +9,7 @@ from helpers.checkpoints import make_checkpoint
 from helpers.patient_zero import CURES, examine, gradients, record_run
 
 from course import lesson
-from course.judge import patient
+from course.exercises import nb09
 from course.lab.batch import FOLDER
 from tplab import open_checkpoint
 from tplab.align import check, hf_greedy
@@ -248,7 +248,7 @@ def test_what_it_cannot_run_is_refused_by_a_sentence(tmp_path, change, words):
 
 
 def test_what_the_notebook_goes_on_with_while_an_exercise_is_open_cures_as_well(ckpt, ids, truth):
-    own = {name: getattr(patient, name.rpartition(".")[2]) for name in CURES
+    own = {name: getattr(nb09, name.rpartition(".")[2]) for name in CURES
            if name.endswith((".apply_rope", ".generate", ".extend_cache", ".kv_share"))}
     assert len(own) == 4
     for seen in shared_pool(3).run(examine, ckpt.folder, ids, CURES | own):

@@ -1,8 +1,9 @@
 """The course that stands on ``tplab``: what only a learner of the notebooks needs.
 
 From the ground up: ``fable`` (how the embedded models were made), ``cost`` (what a step costs; the race beside peers),
-``figures`` (those of the notebooks), ``judge`` (what looks at a learner's answer), ``exercises``, ``cases`` (the sealed
-cases of notebook 11), ``lab`` (what ``launch`` runs). ``lesson`` has the names that cells call.
+``figures`` (those of the notebooks), ``judge`` (what looks at a learner's answer), ``exercises`` (data, one file a
+notebook), ``cases`` (the sealed cases of notebook 11), ``lab`` (what ``launch`` runs). A room imports only from rooms
+before it. ``lesson`` has the names that cells call.
 """
 
 import sys

@@ -4,11 +4,12 @@ from tplab import lazy
 
 _HOMES = {name: home for home, names in {
     "course.judge.answers": "ask default_question", "tplab.checkpoint.prompts": "default_prompt",
-    "course.judge.verdict": "judge all_exercises", "course.judge.altered": "fused_copy changed_config",
+    "course.exercises": "judge all_exercises", "course.judge.altered": "fused_copy changed_config",
     "course.judge.incidents": "shown_error Incidents caught error_text", "course.judge.fault_panel": "panel",
-    "course.judge.patient": "with_cures", "course.judge.progress_file": "progress clear_progress",
-    "course.judge.own_engine": "own_pieces your_engine written", "course.cases.sealed": "open_case",
-    "course.cases.proof": "prove_cases", "tplab.pool": "available_cores", "tplab.cache": "ContiguousKVCache",
+    "course.exercises.nb09": "with_cures", "course.lab.progress": "progress",
+    "course.judge.progress_file": "clear_progress",
+    "course.exercises.own_engine": "own_pieces your_engine written", "course.cases.sealed": "open_case",
+    "tplab.pool": "available_cores", "tplab.cache": "ContiguousKVCache",
 }.items() for name in names.split()}
 __all__ = list(_HOMES)
 __getattr__ = lazy(__name__, _HOMES)

@@ -20,8 +20,7 @@ CELLS = ["from course import lesson\nlesson.panel(['nan_mask', 'no_mask'], ticke
          "with LLM('fable', 2, block_size=4, num_blocks=12) as llm:\n"
          "    run = show.engine_steps(llm, [[1, 2, 3, 4, 5], [6, 7, 8]])\nfigures.block_stepper(run, step=2)",
          "from tplab.pool import shared_pool\npool = shared_pool(2)\nprint('ranks', *pool.pids)",
-         "import time\nprint('now it waits')\npool.run(time.sleep, 600)",
-         "from course import lesson\nlesson.open_case(10).form()"]
+         "import time\nprint('now it waits')\npool.run(time.sleep, 600)"]
 
 
 @pytest.fixture(scope="session")

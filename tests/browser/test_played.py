@@ -5,8 +5,6 @@ import signal
 import psutil
 from helpers.lab_window import Window, grave, wait_for
 
-from course.cases import CASES
-
 RUN_ALL, PLAYED = "run_all.ipynb", "played.ipynb"
 
 
@@ -76,42 +74,6 @@ def test_the_steps(window):
     number.fill("3")
     number.press("Enter")
     shows(3)
-    assert not grave(window.page, ".jp-Cell-outputArea .jupyter-widgets")
-    assert not window.errors
-
-
-def test_the_form_of_a_case(window):
-    window.open(PLAYED)
-    window.run(4)
-    form, file = window.cell(4).locator(".jp-Cell-outputArea"), CASES["case_10"]
-    where, what = (form.get_by_label(name, exact=True) for name in ("Where", "What"))
-    button = form.get_by_role("button", name="Answer")
-    said, (loud, quiet) = form.get_by_role("status"), (bug.place for bug in file.bugs)
-
-    def answered(word):
-        button.focus()
-        window.page.keyboard.press("Enter")
-        wait_for(lambda: said.count() and word in said.text_content())
-        assert button.evaluate("one => one === document.activeElement")
-
-    where.select_option(loud)
-    what.select_option(list(file.kinds))
-    right = next(why for why, wrong in file.why.items() if not wrong)
-    answered("that is not all")
-    assert not form.get_by_role("radio").count()
-    where.select_option([loud, quiet])
-    answered("why is not answered")
-    form.get_by_role("radio", name=right).check()
-    answered("RIGHT")
-    for wide in (1400, 900):
-        window.page.set_viewport_size({"width": wide, "height": 1000})
-        lines = form.locator("label:has(input[type=radio])").evaluate_all("""all => all.map(one => {
-            const words = document.createRange();
-            words.selectNodeContents(one);
-            return [words.getBoundingClientRect().top, words.getBoundingClientRect().bottom];
-        })""")
-        assert len(lines) == len(file.why)
-        assert all(below[0] >= above[1] for above, below in zip(lines, lines[1:])), "words lie over each other"
     assert not grave(window.page, ".jp-Cell-outputArea .jupyter-widgets")
     assert not window.errors
 

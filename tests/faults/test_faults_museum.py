@@ -7,9 +7,11 @@ import cloudpickle
 import pytest
 import torch
 from helpers.faults import nothing_is_patched
+from helpers.trait_models import TRAITS, make_model
 
 import tplab
 from tplab import faults
+from tplab.align import align
 from tplab.checkpoint import open_checkpoint
 from tplab.faults import MUSEUM, SEED, STEPS, FaultError, fault, rope, sizing, sizing_table
 from tplab.faults import heads as ends
@@ -177,3 +179,11 @@ def test_angles_of_the_heads_are_found_where_there_are_fewer_tokens_than_heads()
     q, k, tables = torch.ones(3, 8, 4), torch.ones(3, 2, 4), torch.arange(12.0).view(1, 3, 4)
     turned = rope.rope_over_heads(SimpleNamespace(rotate=lambda q, k, cos, sin: (q * cos, k)), q, k, tables, tables)
     assert turned[0][0, :, 0].tolist() == [0, 4, 8, 0, 4, 8, 0, 4] and turned[1][2, :, 0].tolist() == [0, 4]
+
+
+@pytest.mark.parametrize("model", ["Gemma-3", "OLMo-3"])
+@pytest.mark.parametrize("name", ["rope_default_theta", "rope_scaling_ignored"])
+def test_a_fault_of_the_rotation_knows_models_with_one_for_each_type_of_layer(name, model, tmp_path):
+    ckpt = open_checkpoint(make_model(tmp_path / "model", **TRAITS[model]))
+    report = align(ckpt, [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8], patches=[fault(name)], logical=True)
+    assert report.ok == bool(fault(name).why_not(ckpt.config, 2))

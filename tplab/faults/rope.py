@@ -39,23 +39,33 @@ def rope_pairs(self, q, k, cos, sin):
 
 def rope_default_theta(self, config):
     config = copy.deepcopy(config)
-    config.rope_parameters["rope_theta"] = 10000.0         # the paper's value, not the checkpoint's
+    for one in ropes(config):
+        one["rope_theta"] = 10000.0                        # the paper's value, not the checkpoint's
     original("tplab.model.rope.Rotary.__init__")(self, config)
 
 
 def rope_scaling_ignored(self, config):
     config = copy.deepcopy(config)
-    config.rope_parameters = {"rope_type": "default", "rope_theta": config.rope_parameters["rope_theta"]}
+    for one in ropes(config):
+        kept = {"rope_type": "default", "rope_theta": one["rope_theta"]}
+        one.clear()
+        one.update(kept)
     original("tplab.model.rope.Rotary.__init__")(self, config)
+
+
+def ropes(config) -> list[dict]:
+    """The rotations of a transformers configuration: one, or one for each type of layer (Gemma-3, OLMo-3)."""
+    rope = config.rope_parameters
+    return [rope] if "rope_theta" in rope else list(rope.values())
 
 
 def _scaled(config, tensor_parallel_size: int) -> str:
     idle = {"default": "the model's RoPE is not scaled",
             "dynamic": f"dynamic scaling begins beyond {config.max_position_embeddings} tokens"}
-    return idle.get(config.hf.rope_parameters["rope_type"], "")
+    return "" if (kinds := {one["rope_type"] for one in ropes(config.hf)}) - set(idle) else idle[max(kinds)]
 
 
-_own_theta = only_if(lambda c: c.hf.rope_parameters["rope_theta"] != 10000.0,
+_own_theta = only_if(lambda c: any(one["rope_theta"] != 10000.0 for one in ropes(c.hf)),
                      "the model's own theta is 10000, the default")
 _APPLY = "tplab.model.attention.TensorParallelAttention.apply_rope"
 _TABLES = "tplab.model.rope.Rotary.__init__"

@@ -1,11 +1,10 @@
 """*Where, what, why*: what an answer to a case may say, and what is wrong with it, in words."""
 
 from collections.abc import Sequence
-from difflib import get_close_matches
-from string import ascii_lowercase
 
 from course.cases import CASES, NOWHERE, CaseFile, places
 from course.judge.words import NotYet
+from tplab.checks import did_you_mean
 from tplab.show.phrases import in_width
 
 
@@ -15,27 +14,24 @@ def kinds() -> list[str]:
 
 
 def choices(file: CaseFile, found: bool) -> str:
-    """What *what* can be, and *why* where the place is ``found``: it would tell where to look. Lettered."""
-    shown = [("what:", kinds())] + [("why:", sorted(file.why))] * found
-    return "\n".join([line for name, some in shown for line in (
-        name, *(in_width(f"  {letter}  {one}", "     ") for letter, one in zip(ascii_lowercase, some)))]
-        + ["why: asked when where is right"] * (not found))
+    """What *what* can be, and *why* where the place is ``found``: it would tell where to look."""
+    shown = {"what": kinds()} | ({"why": sorted(file.why)} if found else {})
+    lines = [line for name, some in shown.items()
+             for line in (f"{name}:", *(in_width(f"  {one}", "    ") for one in some))]
+    return "\n".join(lines + ["why: asked when where is right"] * (not found))
 
 
 def place_called(name, known: Sequence[str]) -> str:
     """The place of that name, which may be dotted; NotYet if there is none."""
-    if isinstance(name, str):
-        if name in known or name == NOWHERE:
-            return name
-        found = [place for place in known if name in places()[place] or any(
-            target.endswith("." + name) for target in places()[place])]
-        if len(found) == 1:
-            return found[0]
-    near = get_close_matches(str(name).rpartition(".")[2], [place.rpartition(".")[2] for place in known])
-    meant = get_close_matches(str(name), known) or [place for place in known if place.rpartition(".")[2] in near]
-    raise NotYet(f"where: there is no function {name!r} in the engine's core"
-                 + (f"; did you mean {' or '.join(meant[:4])}?" if meant else ", such as 'RowParallelLinear.reduce'.")
-                 + f" If the engine is right, say {NOWHERE!r}.")
+    if name in (*known, NOWHERE):
+        return name
+    found = [place for place in known if isinstance(name, str) and any(
+        target == name or target.endswith("." + name) for target in places()[place])]
+    if len(found) == 1:
+        return found[0]
+    meant = did_you_mean(str(name), known) or "."
+    raise NotYet(f"where: there is no function {name!r} in the engine's core{meant} If the engine is right, say "
+                 f"{NOWHERE!r}.")
 
 
 def listed(given) -> list:
@@ -97,13 +93,8 @@ def _why(file: CaseFile, said: str) -> None:
 
 
 def _chosen(question: str, said, options: list[str]) -> str:
-    """One of the options, by its words, their beginning, or its letter."""
-    if said in options:
-        return said
-    if isinstance(said, str) and len(said) == 1 and said in ascii_lowercase[:len(options)]:
-        return options[ascii_lowercase.index(said)]
-    found = [one for one in options if isinstance(said, str) and len(said) > 7 and one.startswith(said)]
-    if len(found) == 1:
-        return found[0]
-    raise NotYet(f"{question}: {said!r} is none of the choices; give one's letter, a to "
-                 f"{ascii_lowercase[len(options) - 1]}, as case.choices() prints them")
+    """One of the options, by its words or their beginning."""
+    found = [one for one in options if isinstance(said, str) and said and one.startswith(said)]
+    if len(found) != 1:
+        raise NotYet(f"{question}: {said!r} is none of the choices, or begins several; case.choices() prints them")
+    return found[0]

@@ -76,9 +76,9 @@ CASE = CaseFile(
         "TensorParallelMLP.forward": "its last point, mlp, is right: it returns the complete sum",
         "RowParallelLinear.partial": "every rank's mlp_partial is right",
     },
-    hints=((1, "Which point is the first that is wrong *given its own inputs*? report.guilty lists them."),
-           (1, "mlp is right and output is wrong. One function adds mlp to the residual."),
-           (2, "Subtract the residual from output and divide by mlp. The quotient is a whole number. Which?")),
+    hints=("Which point is the first that is wrong *given its own inputs*? report.guilty lists them.",
+           "mlp is right and output is wrong. One function adds mlp to the residual.",
+           "Subtract the residual from output and divide by mlp. The quotient is a whole number. Which?"),
     false_repairs=({"DecoderLayer.forward": halved}, {"DecoderLayer.forward": divided}),
     production="On two ranks the answers look right again, so the change is shipped. The first customer with four "
                "ranks gets nonsense. Dividing the second sum away also leaves one more all-reduce in every layer of "

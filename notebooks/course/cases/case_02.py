@@ -59,9 +59,9 @@ CASE = CaseFile(
         "MergedColumnParallelLinear.split": "it cuts at the right sizes; the rows themselves are in the wrong order",
         "QKVParallelLinear.load": "q, k and v are right",
     },
-    hints=((1, "The first guilty point is inside the MLP, so q, k, v, attention and every norm are right."),
-           (2, "mlp_act is act(gate) × up. Compute act(up) × gate from the same input, and compare."),
-           (2, "with case.broken(): reassemble(ckpt) says which tensors differ from the checkpoint, row by row.")),
+    hints=("The first guilty point is inside the MLP, so q, k, v, attention and every norm are right.",
+           "mlp_act is act(gate) × up. Compute act(up) × gate from the same input, and compare.",
+           "with case.broken(): reassemble(ckpt) says which tensors differ from the checkpoint, row by row."),
     false_repairs=({"MergedColumnParallelLinear.load": whole}, {"MergedColumnParallelLinear.load": long_first}),
     production="A rank that reads whole tensors and cuts afterwards reads the checkpoint as many times as there are "
                "ranks, and holds each tensor twice while it loads. A model that just fits into a card's memory no "

@@ -1,26 +1,14 @@
 """A case file. It holds the solution: do not read on if you want to solve the case."""
 
-import torch
-
-from course.cases.case_file import Bug, CaseFile, Trial
+from course.cases.case_file import Bug, CaseFile, Trial, edited, engines_own
 from tplab import patch
 from tplab.align import align
 from tplab.align.run import check_prompts
-from tplab.model.rope import rotary_class
+from tplab.faults.rope import ropes
 
-
-def __init__(self, config):
-    self.config = config
-    self.make = rotary_class(config.model_type)
-    self.embedding = self.make(config).to(torch.bfloat16)
-    self.per_sequence = "dynamic" in self.embedding.rope_type or self.embedding.rope_type == "longrope"
-
-
-def my_init(self, config):
-    self.config = config
-    self.make = rotary_class(config.model_type)
-    self.embedding = self.make(config)  # its frequencies stay in float32, whatever the model's dtype
-    self.per_sequence = "dynamic" in self.embedding.rope_type or self.embedding.rope_type == "longrope"
+PLACE = "Rotary.__init__"
+# The frequencies stay in float32, whatever the model's dtype.
+__init__, my_init = edited(PLACE, "self.make(config) -> self.make(config).to(torch.bfloat16)"), engines_own(PLACE)
 
 
 def back(self, config):
@@ -35,10 +23,8 @@ def trials(take):
 
 
 def fixed(config, tensor_parallel_size):
-    kind = config.hf.rope_parameters["rope_type"]
-    if kind in ("default", "linear", "llama3", "yarn"):
-        return ""
-    return f"this model's RoPE ({kind}) is made anew for each text"
+    anew = {one["rope_type"] for one in ropes(config.hf)} - {"default", "linear", "llama3", "yarn"}
+    return f"this model's RoPE ({', '.join(sorted(anew))}) is made anew for each text" if anew else ""
 
 
 def user_output(ckpt, ranks):
@@ -59,7 +45,7 @@ CASE = CaseFile(
            "the last release, modules are cast to the model's dtype in one place; we run float32 weights here, and the "
            "scores drop all the same.",
     trials=trials, needs=fixed, user_output=user_output, below_bfloat16=True,
-    bugs=(Bug("Rotary.__init__", __init__, my_init, "numbers are rounded to too few digits", "rope_dtype"),),
+    bugs=(Bug(PLACE, __init__, my_init, "numbers are rounded to too few digits", "rope_dtype"),),
     why={
         "The frequencies of the rotation are rounded to bfloat16, and each position multiplies their error.": "",
         "Theta differs from the checkpoint's, so far tokens look near.":
@@ -76,11 +62,11 @@ CASE = CaseFile(
         "token_positions": "the positions are right",
         "attend": "attention is right, given q_rope and k_rope",
     },
-    hints=((1, "report.guilty begins with layers.0.q_rope: q is right before the rotation."),
-           (2, "At position 0 there is no error; at position p it is about p times that at position 1. So an angle is "
-               "wrong."),
-           (2, "How many digits has inv_freq of the module that makes cos and sin?")),
-    false_repairs=({"Rotary.__init__": back},),
+    hints=("report.guilty begins with layers.0.q_rope: q is right before the rotation.",
+           "At position 0 there is no error; at position p it is about p times that at position 1. So an angle is "
+           "wrong.",
+           "How many digits has inv_freq of the module that makes cos and sin?"),
+    false_repairs=({PLACE: back},),
     production="Casting back changes the dtype in the log and no digit: the digits that bfloat16 dropped are lost, and "
                "long contexts still score fifteen points less.",
     story="If errors grow with length, the cause is a position or the cache. A plain forward pass has no cache, so run "

@@ -64,10 +64,10 @@ CASE = CaseFile(
         "QKVParallelLinear.split_heads": "it cuts at the heads, and each head is in the right place",
         "RowParallelLinear.load": "o_proj and down_proj are right: every partial fits its input",
     },
-    hints=((1, "report.local lists the guilty ranks of a point: which rank is right?"),
-           (2, "On a guilty rank divide q by the right q, feature by feature: the quotient is the same for all "
-               "tokens."),
-           (2, "Each quotient is a scale of the first rows divided by the scale of this rank's row.")),
+    hints=("report.local lists the guilty ranks of a point: which rank is right?",
+           "On a guilty rank divide q by the right q, feature by feature: the quotient is the same for all "
+           "tokens.",
+           "Each quotient is a scale of the first rows divided by the scale of this rank's row."),
     false_repairs=({"merged_shard": by_rank},),
     production="If every rank has equally many rows, the offset is the rank times this number. Nine heads over two "
                "ranks, or a KV head on two ranks, are not cut like that. So the change passes on the model that you "

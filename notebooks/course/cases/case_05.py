@@ -50,9 +50,9 @@ CASE = CaseFile(
         "TensorParallelCausalLM.compute_logits": "the point logits is right, on every rank",
         "sample": "it gets an offer from each rank and takes the best; look at the function that makes the offer",
     },
-    hints=((1, "align_decode records in report.decode.drawn what each rank drew: compare it with the logits' argmax."),
-           (2, "The drawn token is always the best one of its own rank's part."),
-           (2, "Which numbers of two ranks can be compared, and which cannot?")),
+    hints=("align_decode records in report.decode.drawn what each rank drew: compare it with the logits' argmax.",
+           "The drawn token is always the best one of its own rank's part.",
+           "Which numbers of two ranks can be compared, and which cannot?"),
     false_repairs=({"offer": softened},),
     production="A probability among 24,000 words is compared with one among another 24,000. The more ranks there are, "
                "the fewer words each has, and the higher is the probability of a bad word.",

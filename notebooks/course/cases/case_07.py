@@ -55,10 +55,10 @@ CASE = CaseFile(
         "VocabParallelEmbedding.forward": "embed is right, and the same on all ranks",
         "TensorParallelMLP.forward": "it returns what the reduce returns",
     },
-    hints=((1, "The first guilty point is layers.0.o_proj; o_partial is right on every rank. report.rank_spread is "
-               "large."),
-           (2, "Of which partials is a rank's o_proj the sum? There are few combinations: try them."),
-           (2, "Two of them, on every rank: its own and that of one other rank.")),
+    hints=("The first guilty point is layers.0.o_proj; o_partial is right on every rank. report.rank_spread is "
+           "large.",
+           "Of which partials is a rank's o_proj the sum? There are few combinations: try them.",
+           "Two of them, on every rank: its own and that of one other rank."),
     false_repairs=({"RowParallelLinear.reduce": two_hops},),
     production="The next machine has one card more than your test, and the sum again lacks one summand.",
     story="It is right on two ranks and wrong on more, so the code works only for two. One run on three ranks: "

@@ -1,40 +1,12 @@
 """A case file. It holds the solution: do not read on if you want to solve the case."""
 
-from course.cases.case_file import Bug, CaseFile, Trial
-from tplab.engine.scheduler import computed_after_prefix_hit, free, tokens_to_compute
-from tplab.engine.sequence import Status
+from course.cases.case_file import Bug, CaseFile, Trial, edited, engines_own
 
-
-def _admit(self, sequence, budget):
-    free(sequence)
-    found = sequence.block_table.get_computed_blocks(sequence.token_ids)
-    computed = computed_after_prefix_hit(len(found), self.pool.block_size)
-    if sequence.status is Status.PREEMPTED:  # it was decoding, so one token is new
-        computed = sequence.num_tokens - 1
-    count = min(tokens_to_compute(sequence.num_tokens, computed), budget)
-    missing = sequence.block_table.num_blocks_to_allocate(computed + count) - len(found)
-    if missing > self.pool.num_free - sum(map(self.pool.is_free, found)):
-        return 0
-    sequence.block_table.add_computed_blocks(found)
-    sequence.num_computed_tokens = computed
-    if sequence.status is Status.WAITING:
-        sequence.metrics.prefix_hit_tokens = computed
-    return count
-
-
-def my_admit(self, sequence, budget):
-    free(sequence)
-    found = sequence.block_table.get_computed_blocks(sequence.token_ids)
-    computed = computed_after_prefix_hit(len(found), self.pool.block_size)  # it has lost its keys with its blocks
-    count = min(tokens_to_compute(sequence.num_tokens, computed), budget)
-    missing = sequence.block_table.num_blocks_to_allocate(computed + count) - len(found)
-    if missing > self.pool.num_free - sum(map(self.pool.is_free, found)):
-        return 0
-    sequence.block_table.add_computed_blocks(found)
-    sequence.num_computed_tokens = computed
-    if sequence.status is Status.WAITING:
-        sequence.metrics.prefix_hit_tokens = computed
-    return count
+PLACE = "Scheduler._admit"
+# A preempted sequence has lost its keys with its blocks; the edit takes it for one that decodes.
+_admit, my_admit = edited(
+    PLACE, "    count = min( ->     if sequence.status is Status.PREEMPTED:  # it was decoding, so one token is new\n"
+    "        computed = sequence.num_tokens - 1\n    count = min("), engines_own(PLACE)
 
 
 def the_first_time(self, sequence, budget):
@@ -57,7 +29,7 @@ CASE = CaseFile(
            "right. It is the same with one rank as with {ranks}. We replayed a bad minute with a small cache: there it "
            "is reproducible.",
     trials=trials,
-    bugs=(Bug("Scheduler._admit", _admit, my_admit, "outdated data is used as if it were current",
+    bugs=(Bug(PLACE, _admit, my_admit, "outdated data is used as if it were current",
               "preempted_not_recomputed"),),
     why={
         "A preempted sequence comes back as one that decodes: only its newest token is computed, and the keys of the "
@@ -74,11 +46,11 @@ CASE = CaseFile(
         "token_positions": "the positions are right",
         "BlockPool.get_new_block": "the blocks that it gives out were free",
     },
-    hints=((1, "Nothing is wrong without a preemption: use align_decode as in the reported run, or with few "
-               "num_blocks."),
-           (2, "attn is the first guilty point, in one sequence, from the step on in which it comes back."),
-           (2, "report.decode.steps: how many tokens are computed in that step, and how many has the sequence?")),
-    false_repairs=({"Scheduler._admit": the_first_time},),
+    hints=("Nothing is wrong without a preemption: use align_decode as in the reported run, or with few "
+           "num_blocks.",
+           "attn is the first guilty point, in one sequence, from the step on in which it comes back.",
+           "report.decode.steps: how many tokens are computed in that step, and how many has the sequence?"),
+    false_repairs=({PLACE: the_first_time},),
     production="A sequence that is preempted twice still reads other sequences' keys. This happens when the load is "
                "highest, and it is hard to reproduce.",
     story="It shows only under load: the cache is full, and a sequence is preempted. So use few blocks and the decode "

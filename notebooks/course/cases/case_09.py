@@ -111,9 +111,9 @@ CASE = CaseFile(
         "attend": "attn is right, given q, k and v",
         "offer": "the test compares logits, before any token is drawn",
     },
-    hints=((1, "case.align(dtype=\"bfloat16\"): how many guilty points are there? And in float64?"),
-           (1, "How far are transformers' own bfloat16 logits from its float32 ones?"),
-           (2, "A right test has no tolerance that was raised until it was green: it measures the rounding.")),
+    hints=("case.align(dtype=\"bfloat16\"): how many guilty points are there? And in float64?",
+           "How far are transformers' own bfloat16 logits from its float32 ones?",
+           "A right test has no tolerance that was raised until it was green: it measures the rounding."),
     false_repairs=(raised, tuned, same_words, same_direction),
     production="A tolerance that was raised until the test was green accepts a missing rotation. A tolerance that was "
                "tuned to this model is red for the next model, whose logits are larger.",

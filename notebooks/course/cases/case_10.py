@@ -75,11 +75,11 @@ CASE = CaseFile(
         "PagedContext._slots": "each sequence reads its own slots",
         "TensorParallelAttention.attend_all": "it uses the mask that it gets",
     },
-    hints=((1, "There are two bugs, and the larger one hides the other. First align one prompt, then a batch along the "
-               "decode path."),
-           (2, "The first: layers.0.k is wrong and v is right. Sort the numbers of one key: are they the right ones?"),
-           (2, "The second: with the first one repaired, attn is wrong in the decoded rows of every prompt but the "
-               "first.")),
+    hints=("There are two bugs, and the larger one hides the other. First align one prompt, then a batch along the "
+           "decode path.",
+           "The first: layers.0.k is wrong and v is right. Sort the numbers of one key: are they the right ones?",
+           "The second: with the first one repaired, attn is wrong in the decoded rows of every prompt but the "
+           "first."),
     false_repairs=({"QKVParallelLinear.load": my_load},
                    {"QKVParallelLinear.load": my_load, "causal_mask": longest_mask}),
     production="The evaluation sends its prompts in order of length, so the changed engine passes it. Real traffic "

@@ -1,40 +1,17 @@
 """A case file. It holds the solution: do not read on if you want to solve the case."""
 
-from course.cases.case_file import Bug, CaseFile, Trial
+from course.cases.case_file import Bug, CaseFile, Trial, edited, engines_own
 from tplab import patch
 from tplab.align import hf_greedy
 from tplab.align.run import check_prompts
 
-
-def update_from_output(self, scheduler_output, runner_output):
-    advanced = []
-    for request_id, segment, *_ in scheduler_output.requests:
-        sequence = self.requests[request_id]
-        sequence.num_computed_tokens += segment.count
-        known = sequence.num_computed_tokens
-        if request_id in runner_output.sampled_token_ids:
-            sequence.token_ids.append(runner_output.sampled_token_ids[request_id])
-            sequence.logprobs.append(runner_output.logprobs.get(request_id))
-            sequence.sampled_in_step = self.step_number
-            advanced.append(sequence)
-            known += 1
-        sequence.block_table.cache_blocks(sequence.token_ids, known)
-    return advanced
-
-
-def my_update(self, scheduler_output, runner_output):
-    advanced = []
-    for request_id, segment, *_ in scheduler_output.requests:
-        sequence = self.requests[request_id]
-        sequence.num_computed_tokens += segment.count
-        # The token that was just drawn has no key yet: it is computed in the next step, if there is one.
-        sequence.block_table.cache_blocks(sequence.token_ids, sequence.num_computed_tokens)
-        if request_id in runner_output.sampled_token_ids:
-            sequence.token_ids.append(runner_output.sampled_token_ids[request_id])
-            sequence.logprobs.append(runner_output.logprobs.get(request_id))
-            sequence.sampled_in_step = self.step_number
-            advanced.append(sequence)
-    return advanced
+PLACE = "Scheduler.update_from_output"
+# The token that was just drawn has no key yet: it is computed in the next step, if there is one.
+update_from_output, my_update = edited(
+    PLACE, "        sequence.block_table.cache_blocks(sequence.token_ids, sequence.num_computed_tokens)\n ->  ;; "
+    "advanced.append(sequence) -> advanced.append(sequence)\n"
+    "        known = sequence.num_computed_tokens + (request_id in runner_output.sampled_token_ids)\n"
+    "        sequence.block_table.cache_blocks(sequence.token_ids, known)"), engines_own(PLACE)
 
 
 def only_long(self, scheduler_output, runner_output):
@@ -82,7 +59,7 @@ CASE = CaseFile(
            "whole conversation is sent to a fresh server, the answer is right; with the prefix cache switched off it "
            "is right, too. It is the same with one rank as with {ranks}.",
     trials=trials, user_output=user_output, budget=9,
-    bugs=(Bug("Scheduler.update_from_output", update_from_output, my_update,
+    bugs=(Bug(PLACE, update_from_output, my_update,
               "something is published before it is computed", "cached_before_computed"),),
     why={
         "A block can be found when its last token has been drawn, but its key is computed one step later: if the "
@@ -101,12 +78,12 @@ CASE = CaseFile(
         "BlockTable.cache_blocks": "it publishes as many blocks as it is told are full",
         "BlockPool.cache_full_block": "it keeps the block under the key that it gets",
     },
-    hints=((1, "One in sixteen, and blocks of 16 tokens: when does the first turn end exactly at the end of a block?"),
-           (2, "align_decode, one_by_one=True, block_size=4: a text of 20 tokens, then a longer one that begins with "
-               "it."),
-           (2, "attn is wrong in all rows of the second text, by the same missing key: that of token 19. In which step "
-               "is it computed?")),
-    false_repairs=({"Scheduler.update_from_output": only_long}, {"BlockTable.get_computed_blocks": uncached}),
+    hints=("One in sixteen, and blocks of 16 tokens: when does the first turn end exactly at the end of a block?",
+           "align_decode, one_by_one=True, block_size=4: a text of 20 tokens, then a longer one that begins with "
+           "it.",
+           "attn is wrong in all rows of the second text, by the same missing key: that of token 19. In which step "
+           "is it computed?"),
+    false_repairs=({PLACE: only_long}, {"BlockTable.get_computed_blocks": uncached}),
     production="Short conversations are right, but long ones, for which the prefix cache exists, are still wrong. If "
                "instead nothing is found any more, every turn computes all earlier turns again.",
     story="One in sixteen with blocks of 16 points to the end of a block. With the cache off it is right: the second "

@@ -86,11 +86,11 @@ CASE = CaseFile(
         "Scheduler._admit": "it takes what was found",
         "Rotary.__call__": "its tables are right for the positions that it gets",
     },
-    hints=((1, "Count: align_decode with one_by_one=True, and case.diagnose or the steps show what was computed "
-               "twice."),
-           (2, "Two equal beginnings have different keys, from the first block on. What goes into the first key?"),
-           (3, "With the keys repaired (with case.broken(), applied(Patch(…)): …) the same run has wrong numbers: "
-               "whose positions start at 0?")),
+    hints=("Count: align_decode with one_by_one=True, and case.diagnose or the steps show what was computed "
+           "twice.",
+           "Two equal beginnings have different keys, from the first block on. What goes into the first key?",
+           "With the keys repaired (with case.broken(), applied(Patch(…)): …) the same run has wrong numbers: "
+           "whose positions start at 0?"),
     false_repairs=({"BlockTable.extend_keys": my_keys},
                    {"BlockTable.get_computed_blocks": nothing_found, "token_positions": my_positions}),
     production="With only the keys repaired, every request that finds its system prompt in the cache gets a wrong "

@@ -54,9 +54,9 @@ CASE = CaseFile(
         "mask_scores": "it hides what the mask says, and nothing else",
         "Rotary.__call__": "q_rope and k_rope are right, also for early tokens",
     },
-    hints=((1, "Up to which position are all rows right? Count the tokens that the first wrong row should see."),
-           (2, "Change the text's first token: which rows of the first layer's attn change?"),
-           (2, "Look at the defaults of the function that says which keys a query can see.")),
+    hints=("Up to which position are all rows right? Count the tokens that the first wrong row should see.",
+           "Change the text's first token: which rows of the first layer's attn change?",
+           "Look at the defaults of the function that says which keys a query can see."),
     false_repairs=({"causal_mask": wider},),
     production="A larger default only moves the length at which it begins. The users with the longest texts still have "
                "wrong answers.",

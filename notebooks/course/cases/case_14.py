@@ -62,9 +62,9 @@ CASE = CaseFile(
         "Scheduler.schedule": "the number of sequences in a step decides whether the bug shows, but the scheduling is "
                               "right",
     },
-    hints=((1, "align does not show it: use align_decode, with one prompt, then with two."),
-           (2, "In which of its numbers does the new token's q_rope differ from the right one?"),
-           (2, "Which function does not get the batch as an argument, but can find out its size?")),
+    hints=("align does not show it: use align_decode, with one prompt, then with two.",
+           "In which of its numbers does the new token's q_rope differ from the right one?",
+           "Which function does not get the batch as an argument, but can find out its size?"),
     false_repairs=({"TensorParallelAttention.apply_rope": keys_only},),
     production="A single user's queries are still rotated in only half of each head: the text is wrong exactly when "
                "one person tries the service alone, and right in every load test.",

@@ -70,10 +70,10 @@ CASE = CaseFile(
         "attend": "attn is right, given its inputs",
         "token_positions": "q_rope and k_rope are right in every row",
     },
-    hints=((1, "Compare a prompt of 31 tokens with one of 32."),
-           (1, "o_proj is the first guilty point, and o_partial before it is right: look at the function between "
-               "them."),
-           (2, "Take rows of o_proj's first half and look for them in its second half.")),
+    hints=("Compare a prompt of 31 tokens with one of 32.",
+           "o_proj is the first guilty point, and o_partial before it is right: look at the function between "
+           "them.",
+           "Take rows of o_proj's first half and look for them in its second half."),
     false_repairs=({"RowParallelLinear.reduce": for_longer_ones}, {"RowParallelLinear.reduce": patient}),
     production="A larger threshold moves the bug to longer prompts, and a pause is long enough only until a machine is "
                "busy: then the answers are wrong again.",

@@ -88,9 +88,9 @@ CASE = CaseFile(
         "best_offer": "it returns the model's choice, on every rank",
         "slot_mapping": "every key is in its own slot",
     },
-    hints=((1, "float64, on one rank: is anything rounded there? Which is the first point outside the floor?"),
-           (1, "embed holds the embeddings of the tokens that were computed. Of which token is the row that differs?"),
-           (2, "The token of that row was the first of a draft. Which function says how many of them are kept?")),
+    hints=("float64, on one rank: is anything rounded there? Which is the first point outside the floor?",
+           "embed holds the embeddings of the tokens that were computed. Of which token is the row that differs?",
+           "The token of that row was the first of a draft. Which function says how many of them are kept?"),
     false_repairs=({"num_accepted": all_that_agree}, {"num_accepted": long_ones}),
     production="Where the guesses happen to be right, the text is right. Repeated text, for example a quotation, is "
                "still wrong, and users check it first.",

@@ -6,6 +6,8 @@ a case shows a symptom and keeps the rest sealed, and ``course.lesson`` opens it
 
 import ast
 import inspect
+import linecache
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -64,7 +66,7 @@ class CaseFile:
     what: str = ""  # the kind of mistake where there is no bug
     why: Mapping[str, str]  # explanation → why it is none; the empty string at the right one
     elsewhere: Mapping[str, str] = field(default_factory=dict)  # place that looks guilty → why it is not
-    hints: Sequence[tuple[int, str]]  # (price in runs, words), each saying more than the one before
+    hints: Sequence[str]  # each says more than the one before
     # Repairs that leave a bug in, or pay for it elsewhere: {place: function}, or what `examine` takes.
     false_repairs: Sequence
     production: str  # what a repair that hides the symptom does to its users
@@ -135,6 +137,26 @@ def _methods(one: type) -> list[str]:
 def patches_at(place: str, function: Callable) -> tuple[Patch, ...]:
     """The patches that put ``function`` at a place of :func:`places`, wherever the engine calls it."""
     return tuple(Patch(target, function) for target in places()[place])
+
+
+def engines_own(place: str) -> Callable:
+    """The engine's own function at a place: the right code of a case, whatever it will be."""
+    return resolve_name(places()[place][0])
+
+
+def edited(place: str, edits: str) -> Callable:
+    """The engine's own function with its text changed: ``"old -> new ;; old -> new"``. So a change of the engine
+    changes the case, or raises ValueError where it has no ``old`` any more."""
+    function = engines_own(place)
+    source = textwrap.dedent(inspect.getsource(function))
+    for old, new in (one.split(" -> ") for one in edits.split(" ;; ")):
+        if source.count(old) != 1:
+            raise ValueError(f"{place} of the engine has {source.count(old)} times {old!r}; the case changes one")
+        source = source.replace(old, new)
+    file, space = f"<case: {place}>", dict(function.__globals__)
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+    exec(compile(source, file, "exec"), space)
+    return space[function.__name__]
 
 
 def code_at(place: str) -> str:

@@ -8,8 +8,8 @@ import torch
 
 from course.cases import NOWHERE, CaseFile, Trial, patches_at
 from course.cases.answering import listed, place_called
-from course.judge.attempt import as_it_was
 from course.judge.limit import limited
+from course.judge.observe import as_it_was
 from course.judge.words import NotYet, in_words
 from tplab.align import AlignReport, diagnose
 from tplab.checkpoint import Checkpoint

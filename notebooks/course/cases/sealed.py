@@ -6,7 +6,6 @@ from itertools import cycle, islice
 
 from course.cases import CASES, CaseFile, Trial, code_at, places
 from course.cases.answering import choices, judge_answer, place_called
-from course.cases.form import Form
 from course.cases.repairing import functions, judge_repair
 from course.judge import progress_file
 from course.judge.answers import default_prompt, greedy
@@ -138,15 +137,12 @@ class OpenCase:
     # Hints and answers.
 
     def hint(self) -> None:
-        """Print the next hint. Each says more than the one before, and has its price in runs."""
+        """Print the next hint. Each says more than the one before."""
         if self._hints == len(self._file.hints):
             print("There are no more hints.")
             return
-        price, words = self._file.hints[self._hints]
-        self._pay(price, f"hint {self._hints + 1}")
         self._hints += 1
-        cost = counted(price, "run")
-        print(in_width(f"Hint {self._hints} of {len(self._file.hints)} ({cost}): {words}", "  "))
+        print(in_width(f"Hint {self._hints} of {len(self._file.hints)}: {self._file.hints[self._hints - 1]}", "  "))
 
     def choices(self) -> None:
         """Print what *what* can be, and *why* once *where* is right: any function of the engine's core, such as
@@ -154,17 +150,13 @@ class OpenCase:
         print(choices(self._file, self.found))
 
     def answer(self, where: str | Sequence[str] = "", what: str | Sequence[str] = "", why: str = "") -> Verdict:
-        """Judge *where* (functions), *what* and *why* (of :meth:`choices`, words or letters), and print the verdict.
+        """Judge *where* (functions), *what* and *why* (of :meth:`choices`, or their beginnings), and print the verdict.
         Where there are two bugs, *where* and *what* are lists."""
         found, wrong = judge_answer(self._file, where, what, why, self._places)
         self.found = self.found or found
         if not wrong:
             self._answered = where, what, why
         return Verdict(self._file.name, wrong)
-
-    def form(self) -> Form:
-        """The same as a form, in a notebook."""
-        return Form(self, self._file, self._places)
 
     def mend(self, repair, where: str | Sequence[str] = "") -> str:
         """Judge a repair, ``{place: function}`` or one function for the place ``where``, on unseen inputs; prints
@@ -173,7 +165,7 @@ class OpenCase:
 
     def close(self, where="", what="", why="", repair=None) -> bool:
         """Answer and mend at once; solved where both pass, and then :func:`course.lesson.progress` keeps it. With no
-        answer given, the right one of :meth:`answer` or the :meth:`form` counts."""
+        answer given, the right one of :meth:`answer` counts."""
         if not (where or what or why):
             where, what, why = self._answered
         solved = self.answer(where, what, why).passed and not self.mend(repair, where)

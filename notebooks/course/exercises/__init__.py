@@ -1,7 +1,42 @@
-"""The exercises of the notebooks: one file a theme, each registers its checks; a new file needs no change elsewhere."""
+"""The exercises of the notebooks as data, one file a notebook; a new file, or record, needs no change elsewhere."""
 
+import sys
+from collections.abc import Callable, Sequence
+from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
 
-for _file in iter_modules(__path__):
-    import_module(f"{__name__}.{_file.name}")
+from course.judge.exercise import Exercise
+from course.judge.setting import Setting
+from course.judge.verdict import Verdict
+from course.judge.verdict import judge as judge_answer
+from tplab.checkpoint import Checkpoint
+from tplab.checks import quoted
+from tplab.errors import TplabError
+
+
+class ExerciseError(TplabError):
+    """There is no such exercise; the message says which there are."""
+
+
+@cache
+def all_exercises() -> dict[str, Exercise]:
+    """All exercises by name, in the order of the series."""
+    files = sorted(file.name for file in iter_modules(__path__) if file.name.startswith("nb"))
+    return {one.name: one for file in files for one in import_module(f"{__name__}.{file}").EXERCISES}
+
+
+def judge(answer: Callable, model: str | Checkpoint = "fable", prompt: str | Sequence[int] = "", *,
+          tensor_parallel_size: int = 2, dtype: str = "float32", name: str | None = None,
+          engine: Callable | None = None) -> Verdict:
+    """Judge a learner's answer on small examples, then in the real model on the ranks, and print the verdict.
+
+    ``name``: the exercise, if the function has another name. Raises `ExerciseError` if there is no such exercise.
+    """
+    known, names = all_exercises(), sys._getframe(1).f_globals
+    own = getattr(answer, "__name__", quoted(answer))  # a lambda and a list have no name of their own
+    name = name or (own if own in known else next((one for one in known if names.get(one) is answer), own))
+    if name not in known:
+        raise ExerciseError(f"there is no exercise {name!r}; there are {', '.join(known)}. "
+                            "An answer of another name is judged with name=…")
+    return judge_answer(known[name], answer, Setting(model, prompt, tensor_parallel_size, dtype, engine))

@@ -1,6 +1,5 @@
 """What a learner has solved: kept in the user's own folder, so that neither an update nor a new clone loses it."""
 
-import hashlib
 import inspect
 import json
 import linecache
@@ -11,11 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from textwrap import dedent
 
-from filelock import FileLock
-
 from tplab.errors import TplabError
 from tplab.files import write_file
-from tplab.show.tables import Table, table
 
 SOLVED: dict[str, Callable] = {}  # the answers that passed in this process, the latest of each exercise
 _LONGEST = 20_000  # characters of an answer's cell that are kept
@@ -43,16 +39,15 @@ def is_kept() -> bool:
 
 
 def load() -> dict[str, dict]:
-    """``{exercise: {"answers": [hashes], "solved": "2026-11-22 09:30", "tries": 3, "code": its cell}}``; the last three
-    once it is solved. Empty in a batch. Raises `ProgressError` if the file is none of ours."""
+    """``{exercise: {"solved": "2026-11-22 09:30", "code": its cell}}``. Empty in a batch. Raises `ProgressError` if the
+    file is none of ours."""
     if not is_kept():
         return {}
     try:
         found = json.loads(path().read_text(encoding="utf-8"))
-        if not isinstance(found, dict) or not all(isinstance(one, dict) and isinstance(one.get("answers"), list)
-                                                  for one in found.values()):
+        if not isinstance(found, dict) or not all(isinstance(one, dict) for one in found.values()):
             raise ValueError("no table of exercises")
-        return found
+        return {name: one for name, one in found.items() if "solved" in one}
     except FileNotFoundError:
         return {}
     except (ValueError, OSError) as error:
@@ -60,42 +55,19 @@ def load() -> dict[str, dict]:
 
 
 def note(name: str, answer: Callable, passed: bool) -> None:
-    """Keep that an answer was judged. The same answer again is no new try, and nothing counts once it is solved; of an
-    answer that passes the cell is kept too, the latest one."""
-    if passed:
-        SOLVED[name] = answer
+    """Keep that an exercise was solved: when it was the first time, and the cell of the latest answer that passed."""
+    if not passed:
+        return
+    SOLVED[name] = answer
     if not is_kept():
         return
     try:
         path().parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{path()}.lock", timeout=10):
-            kept = load()
-            one = kept.setdefault(name, {"answers": []})
-            if "solved" in one and not passed:
-                return
-            code = source(answer)
-            key = hashlib.sha256(str(code).encode()).hexdigest()[:12]
-            if "solved" not in one and key not in one["answers"]:
-                one["answers"].append(key)
-            if passed:
-                now = {"solved": time.strftime("%Y-%m-%d %H:%M"), "tries": len(one["answers"])}
-                kept[name] = now | one | {"code": code}
-            write_file(path(), lambda new: new.write_text(json.dumps(kept, indent=1), encoding="utf-8"))
-    except (TplabError, OSError) as error:  # a lock that is never given back is an OSError, too
+        kept = load()
+        kept[name] = {"solved": time.strftime("%Y-%m-%d %H:%M"), **kept.get(name, {}), "code": source(answer)}
+        write_file(path(), lambda new: new.write_text(json.dumps(kept, indent=1), encoding="utf-8"))
+    except (TplabError, OSError) as error:
         print(f"(progress is not kept: {error})")
-
-
-def progress() -> Table:
-    """Every exercise and every case of the series with what became of it, as a table folded away."""
-    from course.cases import CASES
-    from course.judge.verdict import all_exercises
-
-    kept = load()
-    named = {name: one.notebook for name, one in all_exercises().items()} | dict.fromkeys(CASES, "11")
-    rows = [{"notebook": notebook, "exercise": name, "solved": kept.get(name, {}).get("solved", ""),
-             "tries": kept.get(name, {}).get("tries", len(kept.get(name, {}).get("answers", ())) or "")}
-            for name, notebook in named.items()]
-    return table(rows, "notebook", f"{sum(bool(row['solved']) for row in rows)} of {len(rows)} are solved")
 
 
 def clear_progress() -> None:

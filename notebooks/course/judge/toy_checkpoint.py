@@ -1,21 +1,18 @@
 """Checkpoints that count what is read of them, and small ones, for exercises on loading and on a layer."""
 
 import functools
-import math
-import weakref
 from collections import Counter
 
 import torch
 
 from course.judge.altered import lasting_folder
-from course.judge.attempt import Uncopied
 from course.random_weights import write_random
 from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.checkpoint.headers import TensorInfo
 from tplab.checkpoint.reader import CheckpointReader, TensorSlice
 
 
-class CountedCheckpoint(Uncopied):
+class CountedCheckpoint:
     """A checkpoint of which every byte read is counted, by any reader: ``taken``, by tensor. Slices are
     tensors of their own, and no views of a file that is mapped into memory."""
 
@@ -35,13 +32,11 @@ class CountedCheckpoint(Uncopied):
         return reader
 
 
-class ToySource(Uncopied, TensorSlice):
-    """One lazy tensor in memory, ``whole``, of different numbers if only its shape is given; ``taken``: how many bytes
-    were read of it, ``most``: of how many a reader has had the pieces at the same time."""
+class ToySource(TensorSlice):
+    """One lazy tensor in memory, ``whole``; ``taken``: how many bytes were read of it."""
 
-    def __init__(self, of: torch.Tensor | tuple[int, ...], dtype: torch.dtype = torch.float32):
-        self.whole = of if isinstance(of, torch.Tensor) else (torch.arange(1, 1 + math.prod(of)) / 7).view(of).to(dtype)
-        self.taken, self.most, self._held = 0, 0, 0
+    def __init__(self, whole: torch.Tensor):
+        self.whole, self.taken = whole, 0
         super().__init__(self, "source", TensorInfo(tuple(self.whole.shape), self.whole.dtype, ""))
 
     def __getattr__(self, name: str):
@@ -50,13 +45,7 @@ class ToySource(Uncopied, TensorSlice):
     def _take(self, name: str, info: TensorInfo, index: tuple[slice, ...]) -> torch.Tensor:
         piece = self.whole[index].clone()
         self.taken += piece.nbytes
-        self._hold(piece.nbytes)
-        weakref.finalize(piece, self._hold, -piece.nbytes)
         return piece
-
-    def _hold(self, more: int) -> None:
-        self._held += more
-        self.most = max(self.most, self._held)
 
 
 @functools.cache

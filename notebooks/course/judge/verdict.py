@@ -1,155 +1,26 @@
-"""The verdict on a learner's answer: one helper for every exercise, ``PASS`` or ``NOT YET`` and at most three lines."""
+"""The verdict on an answer: right on every example and in the engine, or the mistake that gives just what it gives."""
 
-import sys
+import dis
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache
+
+import torch
 
 from course.judge import progress_file
-from course.judge.answers import greedy
-from course.judge.attempt import Attempt, ranks_in_words
-from course.judge.compare import LITTLE
+from course.judge.differ import given, kind, related
+from course.judge.exercise import Example, Exercise
 from course.judge.limit import limited
-from course.judge.memory import KEEPS
-from course.judge.words import NotYet, first_cause, in_words
-from tplab.align import align, align_decode, diagnose, hf_greedy
-from tplab.align.run import check_prompts
-from tplab.checkpoint import Checkpoint, open_checkpoint
-from tplab.checks import counted, quoted
+from course.judge.observe import COLLECTIVES, Outcome, outcome
+from course.judge.setting import Setting
+from course.judge.steps import right_steps
+from course.judge.words import NotYet, in_words
+from tplab.checks import counted
 from tplab.errors import TplabError
-from tplab.patch import Patch
 from tplab.show.phrases import in_width
 
-
-class ExerciseError(TplabError):
-    """There is no such exercise, or it cannot be judged with what was given."""
-
-
-def in_learners_words(found) -> str:
-    """A diagnosis without what only a reader of the engine can use."""
-    return found.sentence.partition(" Looked for and not found")[0]
-
-
-@dataclass
-class Setting:
-    """What an answer is tried with once the toy is behind it: the notebook's parameters."""
-
-    model: str | Checkpoint = "fable"
-    prompt: str | Sequence[int] = ""
-    tensor_parallel_size: int = 2
-    dtype: str = "float32"
-    engine: Callable | None = None  # what the notebook tries an answer with, where it is not the lab's own engine
-    patches: Sequence[Patch] = ()  # what puts the answer into the engine
-    report: object = None  # the latest AlignReport, for the notebook's figures
-
-    @cached_property
-    def checkpoint(self) -> Checkpoint:
-        return open_checkpoint(self.model)
-
-    def ids(self, at_least: int = 1) -> list[int]:
-        """The prompt's token ids, begun again until there are ``at_least`` so many."""
-        ids = self.prompt if not isinstance(self.prompt, str) else self.checkpoint.tokenizer()(self.prompt).input_ids
-        return (list(ids) * at_least)[:max(at_least, len(ids))]
-
-    def align(self, *patches: Patch, decode: bool = False, prompts=None, **options):
-        """The engine with the learner's function in it against Hugging Face: :func:`tplab.align.align`, or with
-        ``decode`` :func:`tplab.align.align_decode`. Raises `NotYet` with the diagnosis if it does not agree.
-
-        ``patches``: others than the exercise's; ``options``: others than the setting's.
-        """
-        run = align_decode if decode else align
-        options = {"tensor_parallel_size": self.tensor_parallel_size, "dtype": self.dtype, **options}
-        try:
-            self.report = run(self.model, self.prompt if prompts is None else prompts,
-                              patches=patches or self.patches, **options)
-        except Exception as error:  # of the learner's code, on the ranks or in the scheduler
-            raise NotYet(f"in the engine: {in_words(error)}") from error
-        if not self.report.ok:
-            found, first = diagnose(self.report), self.report.first_divergence
-            little = found.fault is None and first is not None and first.relative < 5e-3
-            asks = f"\n{LITTLE}" * little
-            on = f", on {ranks_in_words(found.ranks, self.tensor_parallel_size)} only" if found.ranks else ""
-            raise NotYet(f"in the engine{on}: {in_learners_words(found)}{asks}")
-        return self.report
-
-    def align_in_chunks(self, **options):
-        """The same over two prompts, read five tokens at a time, and three tokens behind them."""
-        ids = self.ids(16)
-        return self.align(decode=True, prompts=[ids, ids[4:]], new_tokens=3, max_num_batched_tokens=5, **options)
-
-    def reference(self, count: int) -> tuple[list[list[int]], list[list[int]]]:
-        """Three prompts of different lengths, from the setting's own, and ``count`` greedy tokens of Hugging Face's."""
-        (ids, *_) = check_prompts(self.checkpoint, self.prompt)
-        prompts = [ids, ids[:max(1, len(ids) // 2)], ids[-3:]]
-        return prompts, [hf_greedy(self.checkpoint, prompt, count, self.dtype) for prompt in prompts]
-
-    def texts(self, prompts: Sequence[Sequence[int]], count: int, *patches: Patch, **options) -> list[list[int]]:
-        """The ``count`` greedy tokens that the engine writes for each prompt; `NotYet` if it cannot."""
-        try:
-            return greedy(self.model, prompts, count, self.tensor_parallel_size, self.dtype, patches=patches, **options)
-        except Exception as error:  # of the learner's code, on the ranks or in the scheduler
-            raise NotYet(f"in the engine: {in_words(first_cause(error))}") from error
-
-
-@dataclass(frozen=True)
-class Exercise:
-    """One exercise: ``examine(attempt, setting)`` raises `NotYet` at the first thing wrong, or returns a remark."""
-
-    name: str  # the function (or class) that the learner writes
-    notebook: str  # "02"
-    takes: str  # what it is called with: "num_heads, num_kv_heads, tensor_parallel_size"
-    agreed: str  # what is true of an answer that passes; may name {ranks}
-    examine: Callable[[Attempt, Setting], str | None]
-    writes: str = ""  # arguments that it may write into
-    right: Callable | None = None  # the lab's own, for a notebook that goes on with it while the learner's is not right
-    patches: Callable = lambda answer: []  # those that put an answer into the engine
-    place: str = ""  # what it does in the engine, if it stands there in the learner's own; "hides the future"
-    alone: str = ""  # the remark where there is one rank, which says what has judged it instead
-    spare: str = ""  # the one of ``takes`` that an answer need not read
-
-    def judged(self, answer, setting: Setting) -> str | None:
-        attempt = Attempt(answer, self.takes, self.writes)
-        setting.patches = self.patches(attempt.function)
-        try:
-            remark = self.examine(attempt, setting) or (self.alone if setting.tensor_parallel_size == 1 else None)
-            if attempt.memory.shows():
-                raise NotYet(KEEPS)
-            return remark
-        except NotYet as wrong:
-            lines, idle, same = str(wrong).splitlines(), attempt.unread(self.spare), attempt.unchanged()
-            if same and "as it went in" not in lines[0]:
-                lines[1:] = [f"{same} comes back as it went in"]
-            if lines[0] != KEEPS and attempt.memory.shows():
-                lines[1:] = [KEEPS.capitalize()]
-            if idle:
-                more = [line + "." * (not line.endswith("?")) for line in lines[2:]]
-                lines[2:] = [" ".join([*more, f"Your code never reads {', '.join(idle)}"])]
-            raise NotYet("\n".join(lines)) from wrong
-
-
-EXERCISES: dict[str, Exercise] = {}
-_AGREED = "on {ranks}, every trace point agrees with Hugging Face"
-
-
-def exercise(name: str, notebook: str, takes: str, agreed: str = _AGREED, **more):
-    """Register the decorated function as the check of an exercise; see :class:`Exercise`."""
-    def register(examine):
-        EXERCISES[name] = Exercise(name, notebook, takes, agreed, examine, **more)
-        return examine
-
-    return register
-
-
-def at(*targets: str) -> Callable[[Callable], list[Patch]]:
-    """The patches of an answer that is called just as the engine's own function is."""
-    return lambda answer: [Patch(target, answer) for target in targets]
-
-
-def all_exercises() -> dict[str, Exercise]:
-    """All exercises by name, in the order of the series."""
-    import course.exercises  # noqa: F401  (its files register what they hold)
-
-    return dict(sorted(EXERCISES.items(), key=lambda pair: pair[1].notebook))
+KEEPS = "called again with other numbers, or the same ones, it is wrong: what is kept between calls?"
 
 
 @dataclass(frozen=True)
@@ -159,7 +30,7 @@ class Verdict:
     exercise: str
     sentence: str  # what is wrong; the empty string if nothing is
     report: object = field(default=None, repr=False)  # the AlignReport of the answer in the engine, if it got there
-    function: Callable | None = field(default=None, repr=False)  # the answer if it passed, else the lab's own, if any
+    function: Callable | None = field(default=None, repr=False)  # the answer if it passed, else the reference
 
     @property
     def passed(self) -> bool:
@@ -169,29 +40,12 @@ class Verdict:
         """Shows nothing: what there is to read has been printed."""
 
 
-def _called(answer, known, names: dict) -> str:
-    """The answer's own name, or the exercise's that stands for it in ``names``: a lambda and a list have none."""
-    own = getattr(answer, "__name__", quoted(answer))
-    return own if own in known else next((name for name in known if names.get(name) is answer), own)
-
-
-def judge(answer: Callable, model: str | Checkpoint = "fable", prompt: str | Sequence[int] = "", *,
-          tensor_parallel_size: int = 2, dtype: str = "float32", name: str | None = None,
-          engine: Callable | None = None) -> Verdict:
-    """Judge a learner's answer: a small example first, then the real model on the ranks.
-
-    Prints ``PASS`` and what is true of it, or ``NOT YET`` and what is wrong in at most three lines; whatever the
-    learner's code does, *Run All* goes on. ``name``: the exercise, if the function has another name. Raises
-    `ExerciseError` if there is no such exercise.
-    """
-    known = all_exercises()
-    name = name or _called(answer, known, sys._getframe(1).f_globals)
-    if name not in known:
-        raise ExerciseError(f"there is no exercise {name!r}; there are {', '.join(known)}. "
-                            "An answer of another name is judged with name=…")
-    task, setting, sentence = known[name], Setting(model, prompt, tensor_parallel_size, dtype, engine), ""
+def judge(exercise: Exercise, answer, setting: Setting) -> Verdict:
+    """Judge an answer: the examples first, then the real model on the ranks. Prints ``PASS`` and what is true of it, or
+    ``NOT YET`` and what is wrong in at most three lines; whatever the learner's code does, *Run All* goes on."""
+    sentence, name = "", exercise.name
     try:
-        remark = limited(task.judged, answer, setting)
+        remark = examine(exercise, answer, setting)
     except NotYet as wrong:
         sentence = str(wrong)
     except TplabError:  # of what the notebook gave, not of the answer
@@ -203,7 +57,131 @@ def judge(answer: Callable, model: str | Checkpoint = "fable", prompt: str | Seq
         for line in [f"NOT YET  {name}: {first}", *(f"         {line}" for line in rest[:2])]:
             print(in_width(line, " " * 11))
     else:
-        ranks = counted(tensor_parallel_size, "rank")
-        print(in_width(f"PASS  {name}: {task.agreed.format(ranks=ranks)}" + (f"; {remark}" if remark else ""), " " * 8))
+        ranks = counted(setting.tensor_parallel_size, "rank")
+        print(in_width(f"PASS  {name}: {exercise.agreed.format(ranks=ranks)}" + (f"; {remark}" if remark else ""),
+            " " * 8))
     progress_file.note(name, answer, passed=not sentence)
-    return Verdict(name, sentence, setting.report, task.right if sentence else answer)
+    return Verdict(name, sentence, setting.report, exercise.reference if sentence else answer)
+
+
+def examine(exercise: Exercise, answer, setting: Setting) -> str | None:
+    """NotYet at what is wrong, or a remark on what is right."""
+    fits_signature(exercise, answer)
+    examples, right = right_ones(exercise)
+    found: list[Outcome] = []
+    for example, must in zip(examples, right):
+        found.append(outcome(exercise, answer, example, must))
+        if found[-1].kind == "running":  # it would take its time in each of them
+            break
+    if all(one.is_right() for one in found):
+        if keeps(exercise, answer):
+            raise NotYet(KEEPS)
+        for example in exercise.more(setting):
+            found = outcome(exercise, answer, example, outcome(exercise, exercise.reference, example))
+            if not found.is_right():
+                raise NotYet("\n".join(described(found, example, given(exercise.takes, example))))
+        setting.patches = exercise.patches(answer)
+        remark = limited(exercise.engine, setting, answer)
+        return remark or (exercise.alone if setting.tensor_parallel_size == 1 else None)
+    n = next(n for n, one in enumerate(found) if not one.is_right())
+    sentence, example = mistake(exercise, found), given(exercise.takes, examples[n])
+    lines = [sentence] * bool(sentence) + described(found[n], examples[n], example)
+    if not sentence:
+        lines.append(more_facts(exercise, answer, examples[n], found[n]))
+    raise NotYet("\n".join(line for line in lines if line))
+
+
+@cache
+def right_ones(exercise: Exercise) -> tuple[list[Example], list[Outcome]]:
+    """The examples of an exercise, and what is seen of its reference on each."""
+    examples = list(exercise.examples())
+    return examples, [outcome(exercise, exercise.reference, one) for one in examples]
+
+
+@cache
+def outcomes_of(exercise: Exercise, sentence: str) -> list[list[Outcome]]:
+    """Of each edit of a mistake what is seen of it on each example."""
+    examples, right = right_ones(exercise)
+    return [[outcome(exercise, variant, *pair) for pair in zip(examples, right)]
+            for variant in exercise.variants(sentence)]
+
+
+def keeps(exercise: Exercise, answer: Callable) -> bool:
+    """Whether an answer that was right is wrong when it is called again, or with other contents of the same shapes."""
+    for example, must in zip(*right_ones(exercise)):
+        turned = Example(*(one.flip([*range(one.dim())]) if isinstance(one, torch.Tensor) else one for one in example),
+                         ranks=example.ranks)
+        for again, wanted in ((example, must), (turned, outcome(exercise, exercise.reference, turned))):
+            if not wanted.kind and not outcome(exercise, answer, again, wanted).is_right():
+                return True
+    return False
+
+
+def mistake(exercise: Exercise, found: Sequence[Outcome]) -> str:
+    """The sentence of the known mistake that gives what was found, wherever that mistake shows."""
+    partly, n = "", next(n for n, one in enumerate(found) if not one.is_right())
+    if found[n].kind.startswith("raised "):
+        return ""
+    for sentence in exercise.mistakes:
+        for ways in outcomes_of(exercise, sentence):
+            pairs = list(zip(found, ways))
+            if all(mine.same(its) for mine, its in pairs):
+                return sentence
+            if not ways[n].is_right() and all(mine.same(its) for mine, its in pairs if not its.is_right()):
+                partly = partly or sentence
+    return partly
+
+
+def described(found: Outcome, example: Example, called_with: str) -> list[str]:
+    """What is wrong with an example: the error and its line, or what differs first."""
+    if found.kind:
+        lines = found.error.splitlines()
+        return lines if "called with" in found.error or len(lines) > 2 else [*lines, f"It was called with "
+            f"{called_with}"]
+    wrong = sorted(found.wrong(), key=lambda rank: rank[1].what == COLLECTIVES)
+    _, one, says = wrong[0]
+    ranks = [r for r, other, _ in wrong if other.what == one.what]
+    which = ranks_in_words(ranks, example.ranks)
+    on = f"on {which}{f' of {example.ranks}' * (which != 'every rank')}, " if example.ranks > 1 else ""
+    says = f"the result is right; {says}" if one.what == COLLECTIVES else says
+    return [f"With {called_with}: {on}{says}" + (f"; {more}" if (more := related(one.value, one.must)) else "")]
+
+
+def more_facts(exercise: Exercise, answer: Callable, example: Example, found: Outcome) -> str:
+    """Where no mistake is named: which lines are right, or which parameters no line reads."""
+    if found.kind:
+        return ""
+    number, one, _ = found.wrong()[0]
+    steps = right_steps(exercise, answer, example, number) if isinstance(one.value, torch.Tensor) else ""
+    return steps or (f"Your code never reads {', '.join(idle)}" if (idle := unread(answer)) else "")
+
+
+def ranks_in_words(ranks: Sequence[int], size: int) -> str:
+    """``"rank 1"``, ``"ranks 1 and 2"``, ``"every rank"``."""
+    if len(ranks) == size > 1:
+        return "every rank"
+    *first, last = map(str, ranks)
+    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
+
+
+def fits_signature(exercise: Exercise, answer) -> None:
+    takes = ", ".join(exercise.takes)
+    if not callable(answer):
+        raise NotYet(f"it is {kind(answer)}; define a function that takes ({takes})")
+    try:
+        inspect.signature(answer).bind(*exercise.takes)
+    except TypeError:
+        raise NotYet(f"it must take ({takes}); yours takes {inspect.signature(answer)}") from None
+    except ValueError:
+        pass  # a builtin without a signature: the call will tell
+
+
+def unread(answer: Callable) -> list[str]:
+    """The parameters that no line of a function reads."""
+    if not inspect.isfunction(answer) or answer.__code__.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS):
+        return []
+    read, codes = set(), [answer.__code__]
+    for code in codes:
+        codes += [inner for inner in code.co_consts if inspect.iscode(inner)]
+        read |= {step.argval for step in dis.get_instructions(code) if step.opname.startswith("LOAD_")}
+    return [name for name in inspect.signature(answer).parameters if name not in read]

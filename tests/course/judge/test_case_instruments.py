@@ -100,11 +100,11 @@ def engine(monkeypatch):
 def test_what_the_sealed_engine_writes(engine):
     case = opened(Trial("", [IDS[:9], IDS[:5]], 3, {"one_by_one": True, "max_num_seqs": 2}))
     assert case.generate() == [[6, 7], [2, 7]] and case.runs_left == 7
-    assert engine == [(2, {"block_size": 4, "max_num_seqs": 2}), ([IDS[:6]], 0, 12, True, False),
+    assert engine == [(2, {"patches": (), "block_size": 4, "max_num_seqs": 2}), ([IDS[:6]], 0, 12, True, False),
                       ([IDS[:2]], 0, 12, True, False)]
     engine.clear()
     assert case.generate([[1, 2, 3], [4]], 5, block_size=8, one_by_one=False) == [[3, 7], [1, 7]]
-    assert engine == [(2, {"block_size": 8, "max_num_seqs": 2}), ([[1, 2, 3], [4]], 0, 5, True, False)]
+    assert engine == [(2, {"patches": (), "block_size": 8, "max_num_seqs": 2}), ([[1, 2, 3], [4]], 0, 5, True, False)]
     engine.clear()
     opened(Trial("", [IDS[:3]], 0, {"block_size": 16})).generate()
     assert engine[0] == (2, {"block_size": 16})
@@ -146,17 +146,12 @@ def test_the_diagnosis_costs_three_runs_and_says_all_its_lines(monkeypatch, caps
     assert case.runs_left == 0 and capsys.readouterr().out == "about AlignReport\n"
 
 
-def test_hints_come_in_their_order_and_have_their_price(capsys):
-    case = opened(hints=((1, "Look."), (2, "Look there.")))
+def test_hints_come_in_their_order(capsys):
+    case = opened(hints=("Look.", "Look there."))
     case.hint(), case.hint(), case.hint()
     assert capsys.readouterr().out.splitlines() == [
-        "Hint 1 of 2 (1 run): Look.", "Hint 2 of 2 (2 runs): Look there.", "There are no more hints."]
-    assert case.runs_left == 5
-    case = opened(hints=((9, "All."),))
-    for _ in range(2):
-        with pytest.raises(CaseError, match="hint 1 costs 9, and 8 of 8"):
-            case.hint()
-    assert case.runs_left == 8 and capsys.readouterr().out == ""
+        "Hint 1 of 2: Look.", "Hint 2 of 2: Look there.", "There are no more hints."]
+    assert case.runs_left == 8
 
 
 def test_the_solution_costs_what_is_left(capsys):

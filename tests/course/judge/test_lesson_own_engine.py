@@ -9,8 +9,8 @@ from helpers.answers import defined
 from helpers.notebooks import solutions
 
 from course import lesson
+from course.exercises.own_engine import Pieces, pieces
 from course.judge import progress_file
-from course.judge.own_engine import Pieces, pieces
 from tplab import ShardPlan, open_checkpoint
 from tplab.align import hf_greedy
 from tplab.engine import runner
@@ -165,7 +165,7 @@ def test_the_engine_is_asked_for_small_blocks_and_greedy_tokens_to_the_end(drive
 
     asked = []
     monkeypatch.setattr("tplab.LLM", Engine, raising=False)
-    monkeypatch.setattr("course.judge.own_engine.LLM", Engine)
+    monkeypatch.setattr("course.exercises.own_engine.LLM", Engine)
     parts = Pieces({"my_generate": my_generate} if driven else {})
     found = lesson.your_engine(parts, "m", [(1, 2), (3,)], 5, tensor_parallel_size=3, dtype="float64")
     assert found == ([[1, 2], [3]] if driven else [[7, 8], [7, 8]])

@@ -5,7 +5,7 @@ from helpers.answers import defined
 from helpers.notebooks import solutions
 
 from course import lesson
-from course.judge.own_engine import layer_fits
+from course.exercises.own_engine import layer_fits
 from tplab import open_checkpoint
 from tplab.align import hf_greedy
 

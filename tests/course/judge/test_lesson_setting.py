@@ -1,15 +1,13 @@
 """What an answer is tried with in the engine: the prompt's ids, and one sequence a step at a time."""
 
-import copy
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from course import lesson
-from course.judge.own_engine import Stepper
+from course.exercises.own_engine import Stepper
+from course.judge.setting import Setting
 from course.judge.toy_checkpoint import ToySource
-from course.judge.verdict import ExerciseError, Setting
 from tplab import SamplingParams
 
 
@@ -29,7 +27,7 @@ def test_a_step_goes_on_with_the_token_that_was_drawn_where_it_belongs(new_ids, 
                           step=lambda: [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[9, token])])
                                         for token in next(drawn)])
     asked, step = [], Stepper(llm, 9)
-    assert step([1, 2, 3], range(3)) == 4 and copy.deepcopy(step) is step
+    assert step([1, 2, 3], range(3)) == 4
     assert asked == [([1, 2, 3], SamplingParams(temperature=0, max_tokens=9, ignore_eos=True))]
     if not says:
         assert step(new_ids, positions) == 6 and len(asked) == 1
@@ -50,7 +48,7 @@ def test_a_prompt_begins_at_the_first_position_and_what_was_computed_is_counted(
 @pytest.mark.parametrize("prompt, prompts", [([7, 8, 9, 10, 11], [[7, 8, 9, 10, 11], [7, 8], [9, 10, 11]]),
                                              ([7], [[7], [7], [7]])])
 def test_a_reference_is_of_three_prompts_however_short_the_first(prompt, prompts, monkeypatch):
-    monkeypatch.setattr("course.judge.verdict.hf_greedy", lambda ckpt, *given: (ckpt.name, *given))
+    monkeypatch.setattr("course.judge.setting.hf_greedy", lambda ckpt, *given: (ckpt.name, *given))
     asked, written = Setting(prompt=prompt, dtype="float64").reference(5)
     assert asked == prompts and written == [("fable", one, 5, "float64") for one in prompts]
 
@@ -60,14 +58,6 @@ def test_a_checkpoint_is_opened_once_or_taken_as_it_is():
     assert setting.checkpoint is setting.checkpoint and setting.checkpoint.name == "fable"
     assert Setting(model=setting.checkpoint).checkpoint is setting.checkpoint
     assert Setting(prompt="Once").ids() == setting.checkpoint.tokenizer()("Once").input_ids
-
-
-def test_an_answer_to_no_exercise_is_refused_by_name():
-    def my_guess():
-        pass
-
-    with pytest.raises(ExerciseError, match="no exercise 'my_guess'; there are mask_scores, .* with name="):
-        lesson.judge(my_guess)
 
 
 @pytest.mark.parametrize("index, says", [

@@ -1,48 +1,36 @@
-"""What learners really answer: data, one file a notebook, read by ``tests/lesson/test_exercises.py``.
+"""What learners answer, right and wrong: text, one file a notebook, read by ``tests/course/judge/test_exercises.py``.
 
-Each file holds ``ANSWERS = {exercise: [Wrong(code, words), Right(code), …]}``. ``code`` is what the learner's cell
-holds; `torch`, `F` (torch.nn.functional), the collectives with `rank` and `world_size`, and patient zero's `attention`
-and `linear` are imported for it. The solutions of the notebooks are right answers of their own and need no entry.
+A line ``### NAME wrong`` or ``### NAME right`` begins an answer to that exercise; the lines below it are what the
+learner's cell holds. `torch`, `F` (torch.nn.functional) and the collectives with `rank` and `world_size` are imported
+for it; or, where it begins so, ``edit old -> new`` of the notebook's solution. The solutions of the notebooks are right
+answers of their own and need no entry.
 """
 
-import sys
-from dataclasses import dataclass
-from importlib import import_module
+import re
 from pathlib import Path
-from pkgutil import iter_modules
 
-from course.judge import own_engine
+from helpers.notebooks import solutions
 
-_SETUP = own_engine.SETUP + "from patient_zero import attention, linear\n"
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "notebooks"))  # where patient zero lies
+from course.exercises import own_engine
 
 
-@dataclass(frozen=True)
-class Wrong:
-    """An answer that must be refused on every number of ranks in ``sizes``, in words among which are ``words``."""
-
-    code: str
-    words: str
-    sizes: tuple[int, ...] = (2, 1, 3)
-
-
-@dataclass(frozen=True)
-class Right:
-    """Another way to be right; the notebook's own is tried on one and on three ranks, too."""
-
-    code: str
-    sizes: tuple[int, ...] = (2,)
-
-
-def answers() -> dict[str, list[Wrong | Right]]:
-    """``{exercise: its answers}``."""
-    found = {}
-    for file in iter_modules(__path__):
-        for name, some in import_module(f"{__name__}.{file.name}").ANSWERS.items():
-            found[name] = [*found.get(name, ()), *some]
+def answers() -> list[tuple[str, bool, str]]:
+    """``(exercise, whether it is right, code)`` of each."""
+    found = []
+    for file in sorted(Path(__file__).parent.glob("nb*.txt")):
+        _, *parts = re.split(r"^### (\w+) (right|wrong)\n", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        found += [(name, kind == "right", _written(name, code)) for name, kind, code in zip(*[iter(parts)] * 3)]
     return found
+
+
+def _written(name: str, code: str) -> str:
+    if not code.startswith("edit "):
+        return code
+    old, new = code.removeprefix("edit ").rstrip("\n").split(" -> ")
+    assert old in (solution := solutions([name])[name]), old
+    return solution.replace(old, new)
 
 
 def defined(code: str, name: str):
     """What ``code`` calls ``name``, as from a notebook's cell: its lines can be shown, and ranks get it by value."""
-    return own_engine.defined(code, name, _SETUP)
+    return own_engine.defined(code, name)

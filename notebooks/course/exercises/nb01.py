@@ -1,0 +1,114 @@
+"""Notebook 01: the causal mask, and an assert that fires."""
+
+import re
+
+import torch
+
+from course.judge.exercise import Example, Exercise, at
+from tplab.patch import Patch
+
+TARGET, INF, NAN = "tplab.model.attention.mask_scores", float("inf"), float("nan")
+
+
+def mask_scores(scores, mask):
+    return scores.masked_fill(mask, float("-inf"))
+
+
+def scores_and_masks():
+    for *shape, dtype, scale in ((2, 3, 4, 6, torch.float32, 30), (1, 2, 3, 3, torch.bfloat16, 0.2),
+                                 (2, 2, 1, 5, torch.float32, 30)):
+        mask = torch.ones(shape[0], 1, *shape[2:], dtype=torch.bool).triu(shape[3] - shape[2] + 1)
+        mask[1:, :, :, 0] = True  # the second sequence is shorter, and padded on the left
+        scores = (scale * torch.arange(0.0, torch.Size(shape).numel()).sin()).view(shape).to(dtype)
+        yield Example(scores, mask)
+
+
+def low_is_infinite(answer, *args):
+    """Beside the scores of any model, exp of -5000 is 0."""
+    found = answer(*args)
+    is_number = isinstance(found, torch.Tensor) and found.is_floating_point()
+    yield "it returns", found.masked_fill(found < -5000, -INF) if is_number else found
+
+
+def my_assert_no_nan(tensor, name):
+    share = torch.isnan(tensor).double().mean().item()
+    assert share == 0, f"NaN in {name}: {100 * share:.0f} % of {list(tensor.shape)}"
+
+
+def with_nan():
+    scores = torch.arange(36000.0).cos().view(2, 3, 4, 1500)
+    causal = scores.masked_fill(torch.ones(4, 1500, dtype=torch.bool).triu(3), -INF)
+    both, first, last = causal.clone(), causal.clone(), causal.clone()
+    some, row, every = (torch.arange(20.0).view(4, 5).bfloat16() for _ in range(3))
+    both[0, 0, 0, 0], first[0, 0, 0, 0], last[1, 2, 3, 30] = INF, NAN, NAN
+    some[1:, 1:3], row[0], every[:] = NAN, NAN, NAN
+    for tensor, says in ((scores, "scores without NaN"), (causal, "scores with -inf"), (both, "scores with inf and "
+        "-inf"),
+                         (some, "[4, 5], of which 6 are NaN"), (row, "[4, 5], of which row 0 is NaN"),
+                         (every, "[4, 5], all of them NaN"), (last, "[2, 3, 4, 1500], of which one is NaN"),
+                         (first, "[2, 3, 4, 1500], of which the first is NaN")):
+        yield Example(tensor, "weights" if tensor.dim() == 2 else "scores", says=says)
+
+
+def fires(answer, tensor, name):
+    found, message = None, None
+    try:
+        found = answer(tensor, name)
+    except AssertionError as error:
+        message = str(error)
+    yield "it raises an AssertionError", message is not None
+    if message is None:
+        yield "it returns", found
+        return
+    sizes, share, count = ", ".join(map(str, tensor.shape)), tensor.isnan().double().mean(), int(tensor.isnan().sum())
+    said = f"its message, {message[:60]!r}, says "
+    yield f"{said}the name of the tensor, {name!r}", name in message, True
+    yield f"{said}the shape, [{sizes}]", sizes in message, True
+    numbers = [(float(one), bool(sign)) for one, sign in re.findall(r"(-?\d+(?:\.\d+)?(?:e-\d+)?) ?(%?)", message)]
+    yield f"{said}how much is lost, {100 * share:.2g} %", any(
+        abs(one - 100 * share) < 0.6 or not percent and (one == count or abs(one - share) < 6e-3)
+        for one, percent in numbers), True
+
+
+def in_a_broken_engine(setting, answer):
+    def watched(mask) -> Patch:
+        def mask_scores(scores, hidden):
+            answer(masked := mask(scores, hidden), "attention scores")
+            return masked
+        return Patch(TARGET, mask_scores)
+
+    setting.fails(watched(lambda scores, mask: scores + mask.to(scores.dtype) * -INF), "AssertionError",
+                  "with the mask that multiplies, nothing fires")
+    setting.align(watched(mask_scores))
+
+
+EXERCISES = [
+    Exercise("01", mask_scores, scores_and_masks, {
+        "0 · -inf is NaN. Choose the entries first, and write -inf there":
+            'scores.masked_fill(mask, float("-inf")) -> scores + mask.to(scores.dtype) * float("-inf")',
+        "it is the wrong way round: what may be seen is hidden": "(mask, -> (~mask,",
+        "it is sequence 0's mask, for all of them": "(mask, -> (mask[:1],",
+        "nothing is hidden": '.masked_fill(mask, float("-inf")) -> ',
+        "queries are counted from key 0 on, as triu(1) does; the mask says which keys are hidden":
+            "(mask, -> (torch.ones_like(mask).triu(1),",
+        "triu() without 1 hides the diagonal, too, and a token may look at itself; the mask says which keys are hidden":
+            "(mask, -> (torch.ones_like(mask).triu(),",
+        "that is what comes out of a softmax; scores must come back": (
+            'float("-inf")) -> float("-inf")).softmax(-1)', '.masked_fill(mask, float("-inf")) -> '
+                '.softmax(-1).masked_fill(mask, 0)'),
+        "hidden keys can still be seen: exp of their scores must be 0, and exp of 0 is 1": (
+            'float("-inf") -> 0', 'float("-inf") -> -1', 'float("-inf") -> -10', 'float("-inf") -> -100',
+            'float("-inf") -> -1000', 'scores.masked_fill(mask, float("-inf")) -> scores * ~mask'),
+    }, observe=low_is_infinite, dims="sequence, head, query, key", within=0, writes="scores", patches=at(TARGET),
+             place="hides the future from attention"),
+    Exercise("01", my_assert_no_nan, with_nan, {
+        "nothing fires, not even where all is NaN (and NaN is equal to nothing, not even to NaN)": "share == 0 -> True",
+        "it fires only where every number is NaN": "share == 0 -> share < 1",
+        "-inf is no NaN: it is how a mask hides keys": "torch.isnan(tensor) -> torch.isfinite(tensor).logical_not()",
+        "inf and -inf are no NaN, and their sum, or mean, is one": (
+            "share == 0 -> not tensor.sum().isnan()", "share == 0 -> not tensor.mean().isnan()"),
+        "it fires always: is a pair of () missing?": "share == 0 -> not torch.isnan",
+        "it is the wrong way round: it fires where all is well": "share == 0 -> share > 0",
+        "one NaN among many is enough to fire": "share == 0 -> share < 0.001",
+    }, "on {ranks}, it fires with the mask that multiplies and is silent with the right one", fires,
+             engine=in_a_broken_engine)]

@@ -1,0 +1,297 @@
+"""Notebook 02: rows of a weight, several in one, heads for ranks, column, row, one sum; a norm of a part."""
+
+from dataclasses import replace
+
+import torch
+
+from course.judge.exercise import Example, Exercise, Most, at
+from course.judge.experts_toys import toy_full_width
+from course.judge.toy_checkpoint import ToySource
+from course.judge.words import NotYet
+from course.judge.work import Multiplications, beside_hugging_face, dealt, numbers, pair
+from tplab.align import reassemble
+from tplab.checkpoint.layout import read_part, tensor_parts
+from tplab.patch import Patch, applied, original
+from tplab.ranks import all_reduce, rank, world_size
+from tplab.shard import split_evenly
+
+SHARDS = "on {ranks}, the shards are the checkpoint bit for bit, and every trace point agrees with Hugging Face"
+NORM = "tplab.model.attention.FullWidthNorm."
+ALONE = "one rank has nothing to cut, so two and three logical ranks have judged it"
+
+
+def source_of(n: int, rows: int, *columns: int) -> ToySource:
+    """Numbers that say where they stand; of a bias in float16."""
+    places = 500 * n + 20 * torch.arange(rows).view(-1, *columns and (1,)) + torch.arange(*columns or (1,))
+    return ToySource(places.to(torch.float32 if columns else torch.float16))
+
+
+def my_column_shard(source, rows: range):
+    return source[rows.start:rows.stop]
+
+
+def of_a_rank(answer, size, *shapes):
+    """What a rank gets of sources of these shapes, and how many bytes of them it reads."""
+    rows, alone = [dealt(shape[0], size)[rank()] for shape in shapes], len(shapes) == 1
+    sources = [source_of(n, *shape) for n, shape in enumerate(shapes)]
+    found = answer(*(sources + rows if alone else (sources, rows)))
+    yield f"for {', '.join(f'{each.start}:{each.stop}' for each in rows)} it returns", found
+    yield "the bytes that are read are", Most(sum(source.taken for source in sources), 1.01)
+
+
+def cuts(*cases):
+    return lambda: [Example(size, *shapes, ranks=size, says=f"{', '.join(map(str, map(list, shapes)))} on {size} "
+        f"ranks, of "
+                            "numbers 500 · source + 20 · row + column") for size, *shapes in cases]
+
+
+def in_the_engine(setting, answer):
+    if wrong := reassemble(setting.model, tensor_parallel_size=setting.tensor_parallel_size, patches=setting.patches):
+        name, what = next(iter(wrong.items()))
+        raise NotYet(f"in the engine, {len(wrong)} tensors are not the checkpoint's; {name}: {what}")
+    setting.align()
+
+
+def my_merged(sources, ranges):
+    pieces = [source[rows.start:rows.stop] for source, rows in zip(sources, ranges)]
+    return torch.cat(pieces)
+
+
+def my_heads(num_heads, num_kv_heads, tensor_parallel_size):
+    group, deal = num_heads // num_kv_heads, []
+    for rank in range(tensor_parallel_size):
+        first, end = (r * num_heads // tensor_parallel_size for r in (rank, rank + 1))
+        deal.append((range(first, end), range(first // group, (end - 1) // group + 1)))
+    return deal
+
+
+def dealt_evenly(answer, num_heads, num_kv_heads, size):
+    """Any deal of heads in a row is right, if no rank has many more than another, and KV heads are those it reads."""
+    deal, group = answer(num_heads, num_kv_heads, size), num_heads // num_kv_heads
+    if not isinstance(deal, list | tuple) or len(deal) != size:
+        yield "it returns", deal, [("query heads", "KV heads")] * size
+        return
+    deal = [pair(entry, "a pair for each rank, (query heads, KV heads),") for entry in deal]
+    if any(not isinstance(heads, list | tuple | range) or len(heads) > 1000 for both in deal for heads in both):
+        raise NotYet(f"rank 0 gets {deal[0]}: which heads are asked for, not how many: two ranges or lists")
+    yield "the query heads of all ranks, in their order, are", [head for q,
+        _ in deal for head in q], [*range(num_heads)]
+    for r, (q, kv) in enumerate(deal):
+        yield f"rank {r} has a query head", bool(q), True
+        reads = sorted({head // group for head in q})
+        yield f"the KV heads of rank {r}, whose query heads are {q[0]} to {q[-1]}, are", [*kv], reads
+    counts = [len(q) for q, _ in deal]
+    yield f"the ranks hold {counts} query heads, dealt out evenly", max(counts) - min(counts) <= group, True
+
+
+def dealt_so(answer) -> list[Patch]:
+    """The engine's plan with the heads as a learner's function deals them out."""
+    def from_config(cls, config, tensor_parallel_size, **options):
+        plan, group = original(target)(cls, config, tensor_parallel_size,
+            **options), config.num_heads // config.num_kv_heads
+        deal = answer(config.num_heads, config.num_kv_heads, tensor_parallel_size)
+        return replace(plan, ranks=tuple(replace(
+            shard, q_heads=range(q[0], q[-1] + 1), kv_heads=range(kv[0], kv[-1] + 1),
+            kv_for_q=tuple(head // group - kv[0] for head in q)) for shard, (q, kv) in zip(plan.ranks, deal)))
+
+    target = "tplab.shard.plan.ShardPlan.from_config"
+    return [Patch(target, from_config)]
+
+
+def model_dealt_so(setting, answer):
+    with applied(*setting.patches):  # here too: the check of the report deals them out as well
+        setting.align()
+
+
+def models_layout(setting):
+    config = setting.checkpoint.config
+    return [Example(config.num_heads, config.num_kv_heads, setting.tensor_parallel_size)]
+
+
+def my_linears(x, up, down, bias):
+    first, end = (r * len(up) // world_size() for r in (rank(), rank() + 1))
+    summand = x @ up[first:end].T @ down[:, first:end].T
+    return all_reduce(summand) + bias
+
+
+def multiplied(answer, x, up, down, bias):
+    with Multiplications() as work:
+        value = answer(x, up, down, bias)
+    yield "it returns", value
+    share = max(map(len, split_evenly(len(up), world_size()))) * len(x) * (x.shape[1] + len(down))
+    yield "the numbers multiplied on this rank are", Most(work.count), Most(share)
+
+
+def linears():
+    for tokens, hidden, inner, size in ((5, 6, 8, 2), (5, 6, 9, 2), (4, 5, 4, 3), (1, 5, 11, 3)):
+        dtype = torch.float64 if inner > 8 else torch.float32
+        shapes = (tokens, hidden), (inner, hidden), (hidden, inner), (hidden,)
+        yield Example(*(numbers(*shape, seed=inner, dtype=dtype) for shape in shapes), ranks=size,
+                      says=f"{tokens} tokens, {hidden} → {inner} → {hidden} features, {size} ranks")
+
+
+def models_own(setting):
+    """The MLP weights of the model's first layer."""
+    parts = tensor_parts(setting.checkpoint.config, setting.checkpoint.tensors)
+    with setting.checkpoint.reader() as reader:
+        up, down = (read_part(parts[f"model.layers.0.mlp.{one}_proj.weight"], reader).float() for one in ("up", "down"))
+    return [Example(numbers(7, up.shape[1]), up, down, numbers(len(down), seed=1), ranks=setting.tensor_parallel_size,
+                    says="the weights of the model")]
+
+
+def my_full_width_norm(x, weight, eps, heads):
+    own, earlier = heads[rank()], heads[:rank()]
+    first = [not any(head in other for other in earlier) for head in own]
+    squares = x.float().pow(2).sum(-1)[:, first].sum(-1)              # [tokens]: of this rank
+    mean = all_reduce(squares) / weight.numel()
+    scaled = x.float() * torch.rsqrt(mean + eps)[:, None, None]
+    return (weight.view(-1, x.shape[-1])[own.start:own.stop] * scaled).to(x.dtype)
+
+
+def norms():
+    for tokens, dim, bounds, dtype in (
+            (4, 6, ((0, 4), (4, 8)), torch.float32), (5, 4, ((0, 3), (3, 5)), torch.float32),
+            (3, 8, ((0, 1), (0, 1), (1, 2), (1, 2)), torch.float32), (4, 4, ((0, 1), (0, 2), (1, 2), (1, 2)),
+                torch.float32),
+            (3, 6, ((0, 1), (0, 1)), torch.float32), (3, 6, ((0, 2), (2, 3), (3, 4)), torch.float32),
+            (5, 4, ((0, 3), (3, 5)), torch.float16)):
+        heads, count = [range(*bound) for bound in bounds], bounds[-1][1]
+        # In float16, a square of more than 65504 is infinite: someone who squares in x's own dtype has only zeros.
+        x = numbers(tokens, count, dim, seed=dim) * (1 + torch.arange(count))[:,
+            None] * (1000 if dtype == torch.float16 else 1)
+        yield Example(x.to(dtype), (1 + 0.4 * numbers(count * dim, seed=1)).to(dtype), 0.4 if tokens == 5 else 1e-6,
+            heads,
+                      ranks=len(heads), says=f"ranks with heads "
+                                             f"{', '.join(f'{one.start}–{one.stop - 1}' for one in heads)}"
+                      + " in float16" * (dtype == torch.float16))
+
+
+def own_heads(answer, x, weight, eps, heads):
+    x = x[:, heads[rank()].start:heads[rank()].stop].contiguous()
+    before = x.clone()
+    yield "it returns", answer(x, weight, eps, heads)
+    yield "x is as it was", x.equal(before), True
+
+
+def norm_of(answer) -> list[Patch]:
+    """The engine's norm over all heads, by a learner's function: once for q, once for k."""
+    def __init__(self, plan):
+        original(NORM + "__init__")(self, plan)
+        self.plan = plan
+
+    def __call__(self, q_norm, k_norm, q, k):
+        return tuple(answer(x, norm.weight, norm.eps, [getattr(shard, kind) for shard in self.plan.ranks])
+                     for norm, x, kind in ((q_norm, q, "q_heads"), (k_norm, k, "kv_heads")))
+
+    return [Patch(NORM + "__init__", __init__), Patch(NORM + "__call__", __call__)]
+
+
+_ROOT = "torch.rsqrt(mean + eps)[:, None, None]"
+_MEAN = "all_reduce(squares) / weight.numel()"
+_READ = "range(first // group, (end - 1) // group + 1)"
+_Q = "range(first, end)"
+EXERCISES = [
+    Exercise("02", my_column_shard, cuts((2, (12, 14)), (3, (11, 4)), (3, (11,)), (2, (7, 6)), (2, (16, 3))), {
+        "these are the first rows; where do the rows of this rank begin?": "rows.start:rows.stop -> :len(rows)",
+        "columns come back. A weight is [out, in]: which of the two is cut here?": "[rows -> [:, rows",
+        "the rows are right, and all of the source was read for them: slice the source itself": "[rows -> [:][rows",
+        "all of it comes back": "rows.start:rows.stop -> :",
+        "the last row is missing: a slice ends before its stop, as a range does": "stop -> stop - 1",
+    }, SHARDS, of_a_rank, at("tplab.shard.linear.column_shard", "tplab.shard.embedding.column_shard"), in_the_engine,
+             within=0, place="cuts rows out of weights", alone=ALONE),
+    Exercise("02", my_merged, cuts((2, (16, 6), (5, 6), (5, 6)), (3, (16, 1), (4, 1), (4, 1)), (3, (7,), (5,), (9,)),
+                                   (2, (7, 4), (7, 4)), (2, (20, 5), (3, 5), (3, 5))), {
+        "a range counts the rows of its own source, and here rows of the stacked sources are taken": (
+            "source[rows.start:rows.stop] for -> torch.cat([s[:] for s in sources])[rows.start:rows.stop] for",
+            "zip(sources, ranges) -> zip([torch.cat([s[:] for s in sources])], [range(ranges[0].start, "
+            "ranges[0].start + "
+            "sum(map(len, ranges)))])"),
+        "the rows are right, and all of the sources was read for them": "[rows -> [:][rows",
+        "the sources stand in another order": ("zip(sources, ranges)] -> zip(sources, ranges)][::-1]",
+                                               "cat(pieces) -> cat([pieces[0], *pieces[:0:-1]])"),
+        "the first rows of each source come back": "rows.start:rows.stop -> :len(rows)",
+        "nothing is cut": "rows.start:rows.stop -> :",
+    }, SHARDS, of_a_rank, at("tplab.shard.linear.merged_shard"), in_the_engine, within=0,
+             place="stacks q, k and v, gate and up", alone=ALONE),
+    Exercise("02", my_heads, lambda: [Example(*layout) for layout in (
+        (8, 2, 2), (8, 2, 4), (9, 3, 2), (8, 2, 3), (14, 2, 3), (6, 6, 4), (15, 5, 2), (6, 1, 4), (32, 8, 3), (4, 2,
+            1))], {
+        "what the division leaves over is on no rank":
+            "r * num_heads // tensor_parallel_size -> r * (num_heads // tensor_parallel_size)",
+        "KV heads are dealt out as if no two ranks could need the same: which ones do a rank's query heads read?": (
+            f"{_READ} -> range(rank * num_kv_heads // tensor_parallel_size, (rank + 1) * num_kv_heads // "
+            "tensor_parallel_size)",
+            f"{_READ} -> range(rank * max(1, num_kv_heads // tensor_parallel_size), (rank + 1) * max(1, "
+            f"num_kv_heads // "
+            "tensor_parallel_size))",
+            "r * num_heads // tensor_parallel_size -> r * (num_heads // tensor_parallel_size) ;; "
+            f"{_READ} -> range(rank * max(1, num_kv_heads // tensor_parallel_size), (rank + 1) * max(1, "
+            f"num_kv_heads // "
+            "tensor_parallel_size))"),
+        "KV heads go to the ranks in turn: neighbouring query heads share one": f"{_READ} -> [rank % num_kv_heads]",
+        "every rank holds all KV heads; which ones does it read?": f"{_READ} -> range(num_kv_heads)",
+        "a range ends before its stop: its last KV head is missing": "group + 1 -> group",
+        "a KV head too many where the next rank begins with another one": "(end - 1) -> end",
+        "the pair is (query heads, KV heads), and this one is turned round": f"({_Q}, {_READ}) -> ({_READ}, {_Q})",
+        "query heads are dealt out like cards; a rank keeps one slice of the weight, so its heads follow each other":
+            f"({_Q}, {_READ}) -> (range(rank, num_heads, tensor_parallel_size), range(num_kv_heads))",
+        "what is left over is all on the last rank: can it be dealt out more evenly?":
+            "r * num_heads // tensor_parallel_size -> r * (num_heads // tensor_parallel_size) if r < "
+            "tensor_parallel_size "
+            "else num_heads",
+        "every rank gets the first heads: they are counted in the whole model":
+            "range(first, end) -> range(end - first)",
+    }, "every head has its owner, and dealt out like this, the model agrees with Hugging Face on {ranks}", dealt_evenly,
+             dealt_so, model_dealt_so, more=models_layout, place="says who owns which heads", alone=ALONE),
+    Exercise("02", my_linears, linears, {
+        "each rank returns its own summand: where are they added up, and is the result of that used?": (
+            "all_reduce(summand) + bias -> summand + bias", "all_reduce(summand) + bias -> summand",
+            "all_reduce(summand) + bias -> summand + bias ;; r * len(up) // world_size() -> r * (len(up) // "
+            "world_size())",
+            "all_reduce(summand) + bias -> all_reduce(summand.clone()) * 0 + summand + bias",
+            "all_reduce(summand) + bias -> all_reduce(summand.clone()) * 0 + summand"),
+        "the bias is in the sum once for every rank": "summand) + bias -> summand + bias)",
+        "the bias is missing": "+ bias -> ",
+        "the bias is added on one rank only, behind the sum": "+ bias -> + bias * (rank() == 0)",
+        "every rank has computed everything":
+            "all_reduce(summand) -> summand ;; up[first:end] -> up ;; [:, first:end] -> ",
+        "what the division leaves over is on no rank":
+            "r * len(up) // world_size() -> r * (len(up) // world_size())",
+        "every rank multiplies with the first inner features": "first:end -> 0:end - first",
+    }, "x upᵀ downᵀ + bias on every rank, each with its own share of the work, and one all_reduce; the model's own MLP "
+       "weights on {ranks}, too", multiplied, more=models_own, engine=lambda setting, answer: None, dims=
+           "token, hidden", alone=ALONE),
+    Exercise("02", my_full_width_norm, norms, {
+        "each rank takes the mean of its own heads: this norm has one mean, over all heads of the model":
+            f"{_MEAN} -> x.float().pow(2).mean((1, 2))",
+        "each head is normalised by itself, as Qwen3 has it: this norm has one mean, over all heads":
+            f"{_ROOT} -> torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)",
+        "each rank divides the sum of its own squares by the number of all: where are the sums added up?":
+            "all_reduce(squares) -> x.float().pow(2).sum((1, 2))",
+        "the ranks' means are averaged, and a rank with more heads counts more":
+            f"{_MEAN} -> all_reduce(x.float().pow(2).mean((1, 2))) / world_size()",
+        "the ranks' means are added up: a sum of means is no mean":
+            f"{_MEAN} -> all_reduce(x.float().pow(2).mean((1, 2)))",
+        "a head that two ranks hold counts twice; a KV head is one head, wherever its copies are": (
+            "[:, first] -> ", "[:, first] ->  ;; weight.numel() -> (sum(map(len, heads)) * x.shape[2])"),
+        "a head that several ranks hold counts on none of them: it must count once":
+            "not any(head in other for other in earlier) -> sum(head in other for other in heads) == 1",
+        "this is the sum of the squares, not their mean": " / weight.numel() -> ",
+        "eps is not added to the mean": " + eps -> ",
+        "eps is added on each rank, so the sum has it once for every rank: add it once, to the mean":
+            "+ eps -> + world_size() * eps",
+        "this multiplies by the root, and must divide by it: rsqrt is asked for": "torch.rsqrt -> torch.sqrt",
+        "the root is missing: this divides by the mean of the squares": "torch.rsqrt(mean + eps) -> (1 / (mean + eps))",
+        "the weight is missing": "weight.view(-1, x.shape[-1])[own.start:own.stop] * scaled -> scaled",
+        "every rank takes the first weights there are; where do its heads begin?":
+            "[own.start:own.stop] -> [:len(own)]",
+        "1 is added to the weight, as in Gemma": "(weight.view -> (1 + weight.view",
+        "one mean is taken over all tokens; each has its own": f"{_ROOT} -> torch.rsqrt(mean.mean() + eps)",
+        "the squares do not fit into the dtype of x; compute in float32": "x.float().pow -> x.pow",
+        "these are the numbers that went in": "x.float() * torch.rsqrt(mean + eps)[:, None, None] -> x ;; "
+            "weight.view(-1, x.shape[-1])[own.start:own.stop] * scaled -> scaled",
+    }, "every head is divided by the root of one mean, over all heads, with one collective; on {ranks}, an OLMo-2 "
+       "agrees "
+       "with Hugging Face", own_heads, norm_of, lambda setting, answer: beside_hugging_face(setting,
+           toy_full_width(), [False]),
+             dims="token, head here, number", alone=ALONE)]

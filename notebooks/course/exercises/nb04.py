@@ -1,0 +1,194 @@
+"""Notebook 04: a cache of one's own, grouped attention, and the mask of a prompt, a chunk and a token."""
+
+import torch
+
+from course.judge.exercise import Example, Exercise, at
+from course.judge.words import NotYet, in_words
+from course.judge.work import numbers, pair
+from tplab.cache import ContiguousKVCache
+from tplab.model import NoCache, load_model
+from tplab.model.attention import causal_mask
+from tplab.pool import shared_pool
+from tplab.ranks import RankError
+from tplab.shard import ShardPlan
+
+
+class MyCache:
+    def __init__(self, num_layers):
+        self.k, self.v = [None] * num_layers, [None] * num_layers
+
+    def append(self, layer, k, v):
+        old_k = k[:0] if self.k[layer] is None else self.k[layer]
+        old_v = v[:0] if self.v[layer] is None else self.v[layer]
+        self.k[layer], self.v[layer] = torch.cat([old_k, k]), torch.cat([old_v, v])
+        return self.k[layer], self.v[layer]
+
+
+def held(thing, seen: set[int] | None = None) -> dict[int, int]:
+    """``{address: bytes}`` of the memory that tensors below ``thing`` keep, a view all that it was cut from."""
+    seen = set() if seen is None else seen
+    if id(thing) in seen:
+        return {}
+    seen.add(id(thing))
+    if isinstance(thing, torch.Tensor):
+        return {thing.untyped_storage().data_ptr(): thing.untyped_storage().nbytes()}
+    parts = (thing.values() if isinstance(thing, dict) else thing if isinstance(thing, list | tuple) else
+             vars(thing).values() if hasattr(thing, "__dict__") and not isinstance(thing, type) else ())
+    return {address: size for part in parts for address, size in held(part, seen).items()}
+
+
+def used(cls, layers, kv_heads, dim, steps, dtype):
+    """A cache in use: what each append gives, and what it holds in the end."""
+    cache, other = cls(layers), cls(layers)
+    for n, count in enumerate(steps):
+        for layer in range(layers):
+            # As an engine has them: cut out of one product [q | k | v], whose memory is used again afterwards.
+            qkv = numbers(count, 4 * kv_heads, dim, seed=10 * n + layer, dtype=dtype)
+            k, v, before = qkv[:, 2 * kv_heads:3 * kv_heads], qkv[:, 3 * kv_heads:], qkv.clone()
+            both = pair(cache.append(layer, k, v), "the pair k, v of all tokens so far")
+            for name, one in zip("kv", both):
+                there = f"append to layer {layer}, {sum(steps[:n])} tokens there and {count} new"
+                yield f"{there}: for {name} it returns", one
+            yield "k and v, which are still needed, are as they were", qkv.equal(before)
+            qkv.fill_(77)
+    first = pair(other.append(0, *(numbers(1, kv_heads, dim),) * 2), "the pair k, v of all tokens so far")
+    yield "a second cache's first append gives tokens:", len(first[0])
+    yield "the bytes it holds in the end are", sum(held(cache).values())
+
+
+def engine_on_it(setting, answer):
+    ckpt, ids, size = setting.checkpoint, setting.ids(12), setting.tensor_parallel_size
+    try:
+        ran = shared_pool(size).run(generate_with, ckpt, ShardPlan.from_config(ckpt.config, size), answer, ids)
+    except RankError as error:
+        raise NotYet(f"in an engine, {in_words(error)}") from error
+    for rank, (gap, holds, needed) in enumerate(ran):
+        if not gap < 1e-4 or holds != needed:
+            raise NotYet(f"in an engine, in steps, the last layer's output is {gap:.1g} off what one pass computes, "
+                         f"and rank "
+                         f"{rank} holds {holds:,} bytes for {len(ids)} tokens, where {needed:,} are needed")
+    return f"{len(ids)} tokens take " + ", ".join(f"{holds:,} bytes on rank {r}" for r, (_, holds, _) in enumerate(ran))
+
+
+def generate_with(ckpt, plan: ShardPlan, cache_class, ids: list[int]) -> tuple[float, int, int]:
+    """On a rank: how far the output in steps, through a cache of this class, is from one pass's, relative to its scale;
+    the bytes that the cache holds in the end; the bytes that are needed."""
+    with torch.inference_mode():
+        model = load_model(ckpt, plan)
+        cache, outputs = cache_class(ckpt.config.num_layers), []
+        cuts, steps = [0, 3, len(ids) - 4, *range(len(ids) - 3, len(ids) + 1)], ContiguousKVCache(1, 0)
+        steps.append = lambda sequence, *given: cache.append(*given)
+        for start, stop in zip(cuts, cuts[1:]):
+            step = steps.context([stop - start])
+            outputs.append(model(torch.tensor(ids[start:stop]), step.positions, step))
+        right = model(torch.tensor(ids), torch.arange(len(ids)), NoCache([len(ids)]))
+    needed = 2 * ckpt.config.num_layers * len(ids) * len(model.shard.kv_heads) * plan.head_dim * 4
+    return ((torch.cat(outputs) - right).abs().max() / right.abs().max()).item(), sum(held(cache).values()), needed
+
+
+def my_attend(q, k, v, mask, scaling):
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+    scores = (q @ k.transpose(2, 3)) * scaling
+    scores = scores.masked_fill(mask, float("-inf"))
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+    return weights @ v
+
+
+def attentions():
+    for (batch, kv_heads, group, queries, keys, dim), starts, dtype, scaling in (
+            ((1, 1, 4, 5, 5, 16), (0,), torch.float32, 0.25), ((1, 2, 3, 1, 6, 8), (4,), torch.float32, 0.3),
+            ((2, 3, 2, 4, 7, 9), (3, 2), torch.float32, 0.3), ((1, 5, 2, 3, 5, 6), (1,), torch.bfloat16, 0.3)):
+        q, k, v = (numbers(batch, heads, rows, dim, seed=heads + rows, dtype=dtype) for heads, rows in (
+            (kv_heads * group, queries), (kv_heads, keys), (kv_heads, keys)))
+        yield Example(q, k, v + 1, causal_mask(torch.tensor(starts)[:, None] + torch.arange(queries), keys), scaling,
+                      says=f"{kv_heads} KV head{'s' * (kv_heads > 1)}, {group} query heads each, {queries} "
+                           f"quer{'ies' if queries > 1 else 'y'}, {keys} keys, scaling {scaling}"
+                           f"{' in bfloat16' * (dtype == torch.bfloat16)}")
+
+
+def my_mask(positions, keys):
+    hidden = torch.arange(keys) > positions[..., None]     # [batch, queries, keys]
+    return hidden[:, None]
+
+
+def masks():
+    for positions, keys in (([[0, 1, 2, 3, 4]], 5), ([[6]], 7), ([[3, 4, 5]], 6), ([[2], [5]], 6), ([[1, 3, 2], [4,
+        6, 7]], 9)):
+        yield Example(torch.tensor(positions), keys, says=f"positions {positions}, {keys} keys")
+
+
+def looks(answer, positions, keys):
+    """Row by row: which keys each query may look at."""
+    mask, right = answer(positions, keys), causal_mask(positions, keys)
+    if not isinstance(mask, torch.Tensor) or mask.shape != right.shape or mask.dtype != torch.bool or mask.is_meta:
+        yield "it returns", mask, right
+        return
+    for (row, query), position in zip(torch.ones_like(positions).nonzero().tolist(), positions.flatten().tolist()):
+        yield (f"the query at position {position} of sequence {row} may look at keys",
+               (~mask[row, 0, query]).nonzero().flatten().tolist())
+
+
+_CAT = "torch.cat([old_k, k]), torch.cat([old_v, v])"
+_INF = 'float("-inf")'
+EXERCISES = [
+    Exercise("04", MyCache, lambda: [Example(3, 2, 5, (4, 1, 2), torch.float32, says="3 layers, steps of 4, 1 and 2 "
+        "tokens"),
+                                     Example(5, 3, 4, (1, 18), torch.bfloat16, says="5 layers in bfloat16")], {
+        "only what is new comes back: where are the earlier ones?": (
+            "return self.k[layer], self.v[layer] -> return k, v", f"{_CAT} -> k.clone(), v.clone()", f"{_CAT} -> k, v"),
+        "earlier tokens have changed since they were given: the memory from which they were cut is used again. Is it "
+        "kept, instead of a copy? (contiguous() copies only what does not lie in one piece.)":
+            f"{_CAT} -> (k if self.k[layer] is None else torch.cat([old_k, k])), "
+            "(v if self.v[layer] is None else torch.cat([old_v, v]))",
+        "the new tokens stand before the earlier ones": "[old_k, k] -> [k, old_k] ;; [old_v, v] -> [v, old_v]",
+        "k and v are exchanged": "return self.k[layer], self.v[layer] -> return self.v[layer], self.k[layer]",
+        "for v comes what was given for k": "return -> self.v[layer] = self.k[layer]; return",
+        "all layers share one store: what another layer has stored is given out": "old_k = -> layer = 0; old_k =",
+        "a second cache gives out the tokens of the first: are the tensors in the class, or in a global variable, "
+        "instead "
+        "of in self?": "self.k, self.v = [None] * num_layers, [None] * num_layers -> pass ;; def append -> "
+                       "k, v = [None] * 9, [None] * 9; append = lambda self, *a: self.add(*a)\n    def add",
+    }, "on {ranks}, an engine on your cache computes what one pass over the text computes", used, within=0,
+             engine=engine_on_it, dims="token, KV head, number"),
+    Exercise("04", my_attend, attentions, {
+        "query heads 0 and 1 belong to the same KV head, neighbours do: in which order must the copies lie?":
+            "k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1) -> k.repeat(1, group, 1, 1), "
+            "v.repeat(1, group, 1, 1)",
+        "the scores are not multiplied with scaling": "* scaling -> ",
+        "the scores are divided by scaling; it is to be multiplied with": "* scaling -> / scaling",
+        "head_dim ** -0.5 is taken for scaling, which is given": "* scaling -> * q.shape[-1] ** -0.5",
+        "scaling is in it twice, or head_dim ** -0.5 besides it": (
+            "* scaling -> * scaling * q.shape[-1] ** -0.5", "* scaling -> * scaling ** 2"),
+        "the mask is not used: tokens see the future": f".masked_fill(mask, {_INF}) -> ",
+        "True in the mask means: must not look. Yours looks just there": (
+            "(mask, -> (~mask,", "(mask, -> (~mask, ;; return weights -> return weights.nan_to_num(0)"),
+        "queries are counted from key 0 on, as is_causal and triu(1) do; the mask knows where they stand":
+            "(mask, -> (torch.ones_like(mask).triu(1),",
+        "it is sequence 0's mask, for all of them": "(mask, -> (mask[:1],",
+        "the mask comes after the softmax, so the weights that are left do not add up to 1":
+            f".masked_fill(mask, {_INF}) ->  ;; weights @ v -> weights.masked_fill(mask, 0) @ v",
+        "the weights of all queries of a key add up to 1, and those of all keys of a query must": "dim=-1, -> dim=-2,",
+        "a hidden key's score is 0, or larger by 1, and exp of it counts": (
+            f"(mask, {_INF}) -> (mask, 0)", f".masked_fill(mask, {_INF}) -> + mask"),
+        "there is no softmax: these are the scores' own weights":
+            "torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype) -> scores.nan_to_num(neginf=0)",
+        "q comes back as it went in": "return weights @ v -> return q",
+    }, patches=at("tplab.model.attention.attend"), dims="sequence, query head, query, number", place="attends",
+             engine=lambda setting, answer: setting.align(dtype=setting.narrow)),
+    Exercise("04", my_mask, masks, {
+        "a token may look at itself": "> positions -> >= positions",
+        "a token sees the one after it": "positions[..., None] -> positions[..., None] + 1",
+        "it is the wrong way round: True means must not look": "> positions -> <= positions",
+        "nothing is hidden": "> positions -> > keys + positions",
+        "queries are counted from key 0 on; positions say where they stand":
+            "positions[..., None] -> torch.arange(positions.shape[1])[:, None].expand(*positions.shape, 1)",
+        "queries are taken for the last ones of the keys; positions say where they stand": "positions[..., None] -> "
+            "torch.arange(keys - positions.shape[1], keys)[:, None].expand(*positions.shape, 1)",
+        "sequence 0's positions are taken for all of them":
+            "positions[..., None] -> positions[:1, :, None].expand(*positions.shape, 1)",
+        "the first position is known, and the others are counted from it":
+            "positions[..., None] -> (positions[:, :1] + torch.arange(positions.shape[1]))[..., None]",
+    }, "on {ranks}, prompts in chunks and tokens behind them agree with Hugging Face", looks,
+             at("tplab.model.attention.causal_mask", "tplab.cache.paged.causal_mask"), dims="sequence, 1, query, key",
+             within=0, place="makes the mask", engine=lambda setting, answer: setting.align_in_chunks())]

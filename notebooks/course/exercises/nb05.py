@@ -1,0 +1,280 @@
+"""Notebook 05: positions to slots, a cache in blocks, the key of a block, and a pool of blocks."""
+
+import random
+from collections import OrderedDict
+
+import torch
+
+from course.judge.exercise import Example, Exercise, at
+from course.judge.words import NotYet
+from course.judge.work import whole_numbers
+from tplab.cache import CacheError, paged
+from tplab.model.attention import AttentionBatch
+from tplab.patch import Patch
+
+
+def in_blocks(setting, answer):
+    setting.align(decode=True, new_tokens=5, block_size=3)  # blocks of 3, so that no number of the notebook's fits
+
+
+def my_slot_mapping(block_ids, positions, block_size):
+    return [block_ids[position // block_size] * block_size + position % block_size for position in positions]
+
+
+def slots(answer, block_ids, positions, block_size):
+    found = whole_numbers(answer(block_ids, positions, block_size), "one slot per position")
+    if len(found) != len(positions):
+        yield "the number of slots is", len(found), len(positions)
+    for position, slot, right in zip(positions, found, my_slot_mapping(block_ids, positions, block_size)):
+        yield (f"position {position}, in the table's entry {position // block_size}, goes to block "
+               f"{slot // block_size}, "
+               f"place {slot % block_size}: slot", slot, right)
+
+
+def my_write_read(cache, block_ids, start, new):
+    size, flat = cache.shape[1], cache.flatten(0, 1)      # a view: [slots, kv heads, head_dim]
+    slots = [block_ids[position // size] * size + position % size for position in range(start + len(new))]
+    flat[slots[start:]] = new
+    return flat[slots]
+
+
+def caches():
+    for table, size, start, count in (([1, 4, 3], 4, 5, 4), ([2, 0, 5], 3, 3, 1), ([3, 0], 5, 0, 7), ([3, 1, 4, 0],
+        2, 3, 2)):
+        dtype = torch.bfloat16 if size == 2 else torch.float32
+        place = torch.arange(6.0 * size).view(6, size, 1, 1) + torch.tensor([0.25, 0.5]).view(2, 1)
+        new = -(torch.arange(count) + start + 1.0).view(-1, 1, 1)
+        yield Example(place.expand(6, size, 2, 3).to(dtype).contiguous(), table, start,
+                      new.expand(count, 2, 3).to(dtype).contiguous(),
+                      says=f"block table {table}, blocks of {size}, {start} tokens there and {count} new (each "
+                           f"place of the "
+                           "cache holds its number, and new holds minus position - 1)")
+
+
+def written(answer, cache, block_ids, start, new):
+    found = answer(cache, block_ids, start, new)
+    for slot, row in enumerate(cache.flatten(0, 1)):
+        yield f"block {slot // cache.shape[1]}, place {slot % cache.shape[1]}, holds afterwards", row.clone()
+    yield "it returns", found
+
+
+def batches_through(write_read) -> list[Patch]:
+    """The engine's way through its cache with a learner's ``write_read``, one sequence after the other."""
+    def batches(self, layer, k, v):
+        row = 0
+        for s in self.segments:
+            rows, keys = slice(row, row + s.count), paged.visible_length(s.start, s.count)
+            both = [write_read(cache[layer], list(s.block_ids), s.start, new[rows]).transpose(0, 1)[None]
+                    for cache, new in ((self.cache.k_cache, k), (self.cache.v_cache, v))]
+            yield AttentionBatch(rows, *both, paged.causal_mask(torch.arange(s.start, s.start + s.count)[None], keys))
+            row += s.count
+
+    return [Patch("tplab.cache.paged.PagedContext.batches", batches)]
+
+
+def my_key(parent, ids):
+    return hash((parent, tuple(ids)))
+
+
+def pairs():
+    a, b, long, other = [7, 300, 9], [2, 5, 11], [*range(20)], [*range(19), 99]
+    yield Example([a, b], [a, b], says="the same tokens behind the same beginning, twice")
+    for one, two in (([a], [[8, 300, 9]]), ([a], [[7, 301, 9]]), ([a], [[7, 300, 10]]), ([a], [[9, 300, 7]]),
+                     *(([a], [[7, 300 + n, 9]]) for n in (256, 65536, 100, 1000, 1024, 4096, 10000)),
+                     ([[1, 23, 4]], [[12, 3, 4]]), ([[*a, 4]], [[7, 301, 8, 4]]), ([long], [other]),
+                     ([a[:2]], [[*a[:2], 0]]), ([long, b], [other, b]), ([a, b, long], [b, a, long]),
+                     ([long, b, b], [other, b, b])):
+        yield Example(one, two, says="the last of blocks " + " and of ".join(" ".join(map(str,
+            each)) for each in (one, two)))
+    draw, chains = random.Random(0), []
+    for n in range(1_000):
+        first = [draw.randrange(150_000 if n % 2 else 50) for _ in a]
+        chains += ([first], [first, b], [[first[0] ^ 1, *first[1:]]], [[*first[:2], first[2] ^ 1]],
+                   [[first[0] ^ 65536, *first[1:]]])
+    yield Example(*chains, says=f"{len(chains)} chains of blocks")
+
+
+def keys(answer, *chains):
+    """Which of several chains of blocks get the same key."""
+    found = {}
+    for blocks in chains:
+        key = b""
+        for ids in blocks:
+            parent, key = key, answer(key, list(ids))
+        if key is None or isinstance(key, torch.Tensor):
+            yield "it returns", key, "what can be found in a dict"
+        yield "its key is another one than its parent's", key != parent, True
+        try:
+            twin = found.setdefault(key, blocks)
+        except TypeError as error:
+            raise NotYet(f"a key must be hashable, to be found in a dict: {error}") from None
+        if twin != blocks or len(chains) == 2 and chains[0] == chains[1] and len(found) > 1:
+            yield "they get the same key", twin != blocks, chains[0] == chains[1]
+
+
+def shared(setting, answer):
+    p, q, r, s, tail = ([first + i for i in range(4)] for first in (5, 9, 13, 17, 21))
+    setting.align(decode=True, one_by_one=True, new_tokens=2, prompts=[p + q + tail, r + s + tail, r + q + tail,
+        p + q + tail])
+
+
+class MyPool:
+    def __init__(self, num_blocks):
+        self.users = [0] * num_blocks
+
+    def allocate(self):
+        if 0 not in self.users:
+            return None
+        block = self.users.index(0)
+        self.users[block] = 1
+        return block
+
+    def share(self, block):
+        self.users[block] += 1
+
+    def release(self, block):
+        if not self.users[block]:
+            raise ValueError(f"no sequence uses block {block}")
+        self.users[block] -= 1
+
+
+def at_random(cls, num_blocks):
+    """Operations beside the right counts, which say what each must do; any free block may be given."""
+    pool, users, chance, done = cls(num_blocks), [0] * num_blocks, random.Random(num_blocks), []
+    yield "users is a list", type(pool.users) is list, True
+    yield "a new pool: users is", pool.users, users
+    for _ in range(500):
+        block, used = chance.randrange(num_blocks), [block for block, count in enumerate(users) for _ in range(count)]
+        what = chance.choice(["allocate", "allocate", "share", "release", "release", "refuse"][num_blocks > 3:])
+        if what == "share" and users[block] > 3 or what == "release" and not used or what == "refuse" and users[block]:
+            continue
+        block = chance.choice(used) if what == "release" else block
+        now = "allocate()" if what == "allocate" else f"{what.replace('refuse', 'release')}({block})"
+        after = f"operation {len(done) + 1}, after {', '.join(done[-3:]) or 'nothing'}: {now}"
+        done.append(now)
+        if what == "allocate":
+            found = pool.allocate()
+            if all(users):
+                yield f"{after} while no block is free gives", found, None
+            else:
+                yield f"{after} gives {found!r:.20}, the number of a free block", type(found) is int and \
+                    0 <= found < num_blocks and not users[found], True
+                users[found] += 1
+        elif what == "refuse":
+            raised = "nothing"
+            try:
+                pool.release(block)
+            except Exception as error:
+                raised = type(error).__name__
+            yield f"{after}, which no sequence uses, raises", raised, "ValueError"
+        else:
+            getattr(pool, what)(block)
+            users[block] += 1 if what == "share" else -1
+        yield f"{after}: users is", pool.users, users
+    cls(num_blocks)
+    yield "a second pool is made: the users of the first are", pool.users, users
+
+
+def pool_patches(cls) -> list[Patch]:
+    """The engine's block pool keeps the keys, and asks a learner's ``cls`` for a block."""
+    def mine_of(pool):
+        if "attempt" not in vars(pool):
+            pool.attempt = cls(pool.num_blocks)
+        return pool.attempt
+
+    def settle(pool):
+        pool.ref_counts = list(mine_of(pool).users)
+        pool._free = OrderedDict.fromkeys(block for block, count in enumerate(pool.ref_counts) if count == 0)
+
+    def get_new_block(self, after=None):
+        block = mine_of(self).allocate()
+        if block is None:
+            raise CacheError(f"all {self.num_blocks} blocks are in use")
+        self._evict(block)
+        self.times_allocated[block] += 1
+        settle(self)
+        return block
+
+    def touch(self, block):
+        mine_of(self).share(block)
+        settle(self)
+
+    def free_blocks(self, blocks):
+        for block in blocks:
+            mine_of(self).release(block)
+        settle(self)
+
+    home = "tplab.cache.blocks.BlockPool."
+    return [Patch(home + one.__name__, one) for one in (get_new_block, touch, free_blocks)]
+
+
+def short_of_blocks(setting, answer):
+    ids = [5 + i % 40 for i in range(60)]
+    prompts = [ids[:11], ids[:8] + ids[20:23], ids[30:43], ids[:11]]
+    short = {"block_size": 3, "num_blocks": 9, "max_num_batched_tokens": 12, "strict": True}
+    if setting.texts(prompts, 7, *setting.patches, **short) != setting.texts(prompts, 7, **short):
+        raise NotYet("in the engine, short of blocks, the texts change: a block was in two hands")
+
+
+EXERCISES = [
+    Exercise("05", my_slot_mapping, lambda: [Example([4, 1, 3], range(7, 8), 4), Example([4, 1, 3], range(10), 4),
+                                             Example([2, 5, 0, 7], range(11), 3), Example([6, 0, 9], range(4, 12),
+                                                 5)], {
+        "only the first block is looked up; a table has an entry for each block of the sequence":
+            "block_ids[position // block_size] -> block_ids[0] ;; position % block_size -> position",
+        "the place in the block is missing": " + position % block_size -> ",
+        "the block's number is taken for a slot: how many slots are before it?": "] * block_size -> ]",
+        "the table is not used: blocks do not follow each other":
+            "block_ids[position // block_size] -> (position // block_size)",
+        "the place in the block is the whole position": "position % block_size -> position",
+        "positions are counted from the first of these, and not from the sequence's beginning":
+            "for position in positions -> for position in range(len(positions))",
+    }, "on {ranks}, every position that was computed agrees with Hugging Face", slots, at(
+        "tplab.cache.paged.slot_mapping"),
+             in_blocks, within=0, place="turns positions into slots"),
+    Exercise("05", my_write_read, caches, {
+        "nothing was written, or into a copy, which an index with a list or a tensor makes": (
+            "cache.flatten(0, 1) -> cache.flatten(0, 1).clone()", "flat[slots[start:]] = new -> ",
+            "cache.flatten(0, 1) -> cache[block_ids].flatten(0, 1) ;; block_ids[position // size] * size + position "
+            "% size -> "
+            "position"),
+        "what comes back was read before the new tokens were written":
+            "flat[slots[start:]] = new -> old = flat.clone(); flat[slots[start:]] = new ;; return flat -> return old",
+        "only the new tokens come back; a query looks at all before it":
+            "return flat[slots] -> return flat[slots[start:]]",
+        "the new tokens are written from the beginning of the sequence on":
+            "flat[slots[start:]] -> flat[slots[:len(new)]]",
+        "the table is not used: blocks do not follow each other": "block_ids[position // size] -> (position // size)",
+    }, "on {ranks}, every key and value goes where the table says and comes back in order", written, batches_through,
+             in_blocks, dims="position, KV head, number", within=0, writes="cache", place="writes and reads the cache"),
+    Exercise("05", my_key, pairs, {
+        "K and V depend on all before them: is the parent in the key?": "(parent, tuple(ids)) -> tuple(ids)",
+        "the parent's parent is forgotten: is all of the parent in the key?": (
+            "hash((parent, tuple(ids))) -> (parent[1] if parent else (), tuple(ids))",
+            "hash((parent, tuple(ids))) -> (parent[-1:] if parent else (), tuple(ids))"),
+        "it looks at a sum, not at each token": "tuple(ids) -> sum(ids)",
+        "the order of the tokens counts": "tuple(ids) -> tuple(sorted(ids))",
+        "where does one number end?": ("tuple(ids) -> ''.join(map(str, ids))",
+                                       "(parent, tuple(ids)) -> str(parent) + ''.join(map(str, ids))"),
+        "it looks at the first token only": "tuple(ids) -> ids[0]",
+        "it looks at the last token only": "tuple(ids) -> ids[-1]",
+        "token ids 256 apart are two tokens": "tuple(ids) -> bytes(i % 256 for i in ids)",
+        "parent and tokens are added up, or xored: the order of the blocks counts": (
+            "(parent, tuple(ids)) -> (parent or 0) + hash(tuple(ids))", "(parent, tuple(ids)) -> (parent or 0) ^ "
+                "hash(tuple(ids))"),
+        "the second time, it is another key: nothing would ever be found again":
+            "hash((parent, tuple(ids))) -> object()",
+        "how many different keys can yours have?": "hash((parent, tuple(ids))) -> hash((parent, tuple(ids))) % 65536",
+    }, "equal beginnings share a block, nothing else does; on {ranks} all points agree with Hugging Face", keys,
+             at("tplab.cache.table.block_key"), shared, place="names full blocks"),
+    Exercise("05", MyPool, lambda: [Example(3), Example(8)], {
+        "a block that two sequences use is free when the first one gives it back: count its users": "-= 1 -> = 0",
+        "what is given back twice would be handed out twice: a ValueError is asked for": (
+            "raise ValueError -> str", "if not self.users[block] -> if False"),
+        "the block that is given out is not counted as used": "self.users[block] = 1 -> pass",
+        "share counts no user": "+= 1 -> += 0",
+        "None is asked for where no block is free": "return None -> return -1",
+        "the same block is given again and again: how do you know that a block is free?": "self.users.index(0) -> 0",
+    }, "500 random operations, then the engine in strict mode on {ranks}: every account agrees", at_random,
+        pool_patches,
+             short_of_blocks, place="hands out blocks")]

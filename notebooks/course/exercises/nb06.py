@@ -1,0 +1,365 @@
+"""Notebook 06: both ends of the model, the one decision of all ranks, the loop around it, and a whole decoder layer."""
+
+import math
+from itertools import pairwise, product
+
+import torch
+from torch.nn import functional as F
+
+from course.exercises.own_engine import Stepper, layer_fits, listed, written
+from course.judge.exercise import Example, Exercise, Most, at
+from course.judge.toy_checkpoint import CountedCheckpoint, toy_model
+from course.judge.words import NotYet, in_words
+from course.judge.work import dealt, numbers, whole_numbers
+from tplab.align import hf_greedy
+from tplab.align.points import layout
+from tplab.llm.llm import LLM
+from tplab.model.rope import Rotary
+from tplab.patch import Patch
+from tplab.ranks import all_gather, all_reduce, op_log, rank, world_size
+from tplab.shard import ShardPlan
+
+ALONE = "one rank holds every word, so the collectives were tried on two and on three logical ranks"
+
+
+def collectives() -> list[str]:
+    return [record.op for record in op_log()]
+
+
+def my_embedding(ids, weight_here, rows):
+    here = (ids >= rows.start) & (ids < rows.stop)
+    found = weight_here[(ids - rows.start).where(here, 0)]      # row 0 for the ids of other ranks …
+    return all_reduce(found.masked_fill(~here[:, None], 0))     # … and zeros in its place
+
+
+def words():
+    several = [10, 0, 6, 3, 4, 2, 1, 7, 0, 10]
+    for size, ids, dtype in ((2, several, torch.float32), (2, [1, 0, 1], torch.float32), (2, several, torch.bfloat16),
+                             (3, several, torch.float32)):
+        yield Example(torch.tensor(ids), numbers(11, 14, dtype=dtype), ranks=size, says=f"words {ids}"
+                      f"{' in bfloat16' * (dtype == torch.bfloat16)}, of which rank 1 holds {dealt(11, size)[1]}")
+
+
+def looked_up(answer, ids, weight):
+    rows = dealt(11, world_size())[rank()]
+    yield "it returns", answer(ids, weight[rows.start:rows.stop], rows)
+    yield "the collectives are", collectives()
+
+
+def my_head_logits(hidden, weight_here, sizes):
+    return all_gather(hidden @ weight_here.T, dim=-1, sizes=sizes)
+
+
+def vocabularies():
+    for size, words, tokens, dtype in ((2, 767, 3, torch.float32), (3, 766, 1, torch.float64)):
+        yield Example(numbers(tokens, 5, dtype=dtype), numbers(words, 5, seed=1, dtype=dtype), ranks=size,
+                      says=f"{tokens} tokens, {words} words over {size} ranks")
+
+
+def put_together(answer, hidden, weight):
+    parts = dealt(len(weight), world_size())
+    rows = parts[rank()]
+    yield "it returns", answer(hidden, weight[rows.start:rows.stop], [len(part) for part in parts])
+    yield "the collectives are", collectives()
+    sent = sum(math.prod(record.shape) for record in op_log())
+    yield "the numbers that a rank sends are", Most(sent)
+
+
+def my_best_offer(offer_here):
+    offers = all_gather(offer_here, dim=-1).unflatten(-1, (-1, 2))   # [sequences, ranks, (score, id)]
+    winner = offers[:, :, 0].argmax(dim=-1)
+    return offers[range(len(offers)), winner, 1].long()
+
+
+def scores():
+    tie, nan = 2.5, float("nan")
+    for table in ([[-8.0, -2.0, -7.0], [5.0, 1.0, 2.0], [1.0, 0.5, 7.0], [0.5, tie, tie]], [[1.0, 2.0, 0.0]],
+                  [[-1.0, 2.0]], [[-3.0, -1.0], [-2.0, -4.0], [tie, tie]], [[1.0, 1.0 + 1e-12], [3.0, 1.0], [0.0, 4.0]],
+                  [[math.inf, nan]], [[1.0, nan, 2.0], [1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]):
+        ids = [[40 * r + 10 - 3 * row for r in range(len(table[0]))] for row in range(len(table))]
+        yield Example(torch.tensor(table, dtype=torch.float64), torch.tensor(ids), ranks=len(table[0]),
+                      says=f"scores {table} for tokens {ids}, a column for each rank")
+
+
+def decided(answer, table, ids):
+    offer = torch.stack([table[:, rank()], ids[:, rank()].double()], dim=-1)
+    before = offer.clone()
+    yield "it returns", answer(offer)
+    yield "offer_here is as it was", offer.allclose(before, equal_nan=True), True
+    yield "the collectives are", collectives()
+
+
+def three_texts(setting, answer):
+    prompts, reference = setting.reference(12)
+    found = setting.texts(prompts, 12, *setting.patches)
+    if wrong := [number for number, pair in enumerate(zip(found, reference)) if pair[0] != pair[1]]:
+        raise NotYet(f"in the engine, the text of sequence {wrong[0]} is not Hugging Face's: on which rank does its "
+                     "best token live?")
+
+
+def my_generate(step, ids, count):
+    new = [step(ids, range(len(ids)))]
+    for position in range(len(ids), len(ids) + count - 1):
+        new.append(step(new[-1:], [position]))
+    return new
+
+
+class Toy:
+    """The next token depends on all tokens in the cache and on where they stand, or is of ``draws``."""
+
+    def __init__(self, draws=()):
+        self.cache, self.calls, self.drawn, self.draws = {}, [], [], iter(draws)
+
+    def __call__(self, new_ids, positions):
+        new_ids, positions = listed("new_ids", new_ids), listed("positions", positions)
+        if len(new_ids) != len(positions) or not new_ids:
+            raise ValueError(f"step was given {len(new_ids)} tokens and {len(positions)} positions")
+        self.calls.append((new_ids, positions))
+        if len(self.calls) > 300:
+            raise NotYet("300 calls, and it goes on: what ends the loop?")
+        self.cache.update(zip(positions, new_ids))
+        self.drawn.append(next(self.draws, sum((p + 2) * (t + 1) for p, t in self.cache.items()) % 50))
+        return self.drawn[-1]
+
+
+def looped(answer, ids, count, draws):
+    """Each token is computed once, where it stands, and the tokens that were drawn come back."""
+    toy = Toy(draws)
+    found, text, have = whole_numbers(answer(toy, ids, count), "the new ids"), list(ids), 0
+    for number, (new, positions) in enumerate(toy.calls, 1):
+        have = 0 if new == text and positions == [*range(len(text))] else have  # the whole text once more: slow
+        yield f"call {number} has positions", positions, [*range(have, have + len(new))]
+        yield f"call {number}, from position {have} on, has tokens", new, text[have:have + len(new)]
+        have += len(new)
+        text += [toy.drawn[number - 1]] * (have == len(text))
+    yield "the number of new ids is", len(found), count
+    yield "it returns", found, text[len(ids):len(ids) + count]
+    yield "the tokens computed are", Most(sum(len(new) for new, _ in toy.calls), 1), Most(len(ids) + count - 1, 1)
+    yield "the calls of step are", Most(len(toy.calls), 1), Most(count, 1)
+
+
+def in_a_loop(setting, answer):
+    (ids, *_), (reference, *_) = setting.reference(24)
+    try:
+        with LLM(setting.model, setting.tensor_parallel_size, setting.dtype, enable_prefix_caching=False) as llm:
+            step = Stepper(llm, 24)
+            found, computed = answer(step, list(ids), 24), step.computed
+    except Exception as error:  # of the learner's loop
+        raise NotYet(f"in the engine: {in_words(error)}") from error
+    if found != reference:
+        raise NotYet("in the engine, the text is not Hugging Face's, though the toy's was right: what is different "
+                     "with other tokens?")
+    whole = sum(len(ids) + i for i in range(24))  # when each step reads the text from its beginning
+    return f"{computed:,} tokens computed for them, {whole:,} if none were kept"
+
+
+class MyLayer:
+    def __init__(self, weights, here, config):
+        self.here, self.d, self.eps = here, config.head_dim, config.rms_norm_eps
+        q, kv = (slice(heads.start * self.d, heads.stop * self.d) for heads in (here.q_heads, here.kv_heads))
+        mlp = slice(here.mlp.start, here.mlp.stop)
+
+        def stacked(kind):
+            names = [(f"self_attn.{name}_proj.{kind}", rows) for name, rows in (("q", q), ("k", kv), ("v", kv))]
+            return torch.cat([weights[name][rows] for name, rows in names if name in weights] or [torch.zeros(1)])
+
+        self.qkv, self.bias = stacked("weight"), stacked("bias")
+        self.o = weights["self_attn.o_proj.weight"][:, q]
+        self.gate, self.up = (weights[f"mlp.{name}_proj.weight"][mlp] for name in ("gate", "up"))
+        self.down = weights["mlp.down_proj.weight"][:, mlp]
+        self.norm1, self.norm2 = (weights[f"{name}_layernorm.weight"][:] for name in ("input", "post_attention"))
+        self.k = self.v = torch.zeros(0, len(here.kv_heads), self.d)
+
+    def norm(self, x, weight):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps) * weight
+
+    def turn(self, x, cos, sin):
+        a, b = x.chunk(2, dim=-1)
+        return x * cos[:, None] + torch.cat([-b, a], dim=-1) * sin[:, None]
+
+    def attend(self, q, start):
+        k, v = self.k[:, self.here.kv_for_q], self.v[:, self.here.kv_for_q]
+        scores = torch.einsum("qhd,khd->hqk", q, k) * self.d ** -0.5
+        future = torch.arange(len(k)) > torch.arange(start, len(k))[:, None]
+        return torch.einsum("hqk,khd->qhd", scores.masked_fill(future, float("-inf")).softmax(-1), v)
+
+    def __call__(self, hidden, cos, sin, point):
+        x = point("input_norm", self.norm(hidden, self.norm1))
+        heads = (x @ self.qkv.T + self.bias).unflatten(-1, (-1, self.d))
+        q, k, v = heads.split([len(self.here.q_heads), *2 * [len(self.here.kv_heads)]], dim=1)
+        point("q", q), point("k", k), point("v", v)
+        q, k = point("q_rope", self.turn(q, cos, sin)), point("k_rope", self.turn(k, cos, sin))
+        start = len(self.k)
+        self.k, self.v = torch.cat([self.k, k]), torch.cat([self.v, v])
+        out = point("attn", self.attend(q, start))
+        hidden = point("residual", hidden + point("o_proj", all_reduce(out.flatten(1) @ self.o.T)))
+        x = point("post_norm", self.norm(hidden, self.norm2))
+        inner = F.silu(x @ self.gate.T) * (x @ self.up.T)
+        return point("output", hidden + point("mlp", all_reduce(inner @ self.down.T)))
+
+
+POINTS = ("input_norm", "q", "k", "v", "q_rope", "k_rope", "attn", "o_proj", "residual", "post_norm", "mlp", "output")
+STEPS = (0, 5, 8, 9, 10)  # a prompt of 5, a chunk of 3, two tokens
+
+
+def in_steps(cls, toy, plan, layers=1):
+    """On a rank: of each of so many layers and each step what was shown at each point, and last what came back; the
+    bytes read of each weight."""
+    counted, here, shown = CountedCheckpoint(toy), plan.ranks[rank()], []
+    with torch.inference_mode(), counted.reader() as files, toy.reader() as uncounted:
+        embed = uncounted["model.embed_tokens.weight"][:][3:3 + STEPS[-1]]
+        cos, sin = Rotary(toy.config.hf)(embed, torch.arange(STEPS[-1]), [(STEPS[-1],) * 2])
+        weights = {name.removeprefix("model.layers.0."): files[name] for name in toy.tensors if ".layers.0." in name}
+        made = [cls(dict(weights), here, toy.config) for _ in range(layers)]
+        for layer, (start, stop) in product(made, pairwise(STEPS)):
+            shown.append(points := {})
+
+            def point(name, value, points=points):
+                if name not in POINTS:
+                    raise ValueError(f"there is no point {name!r}; there are {', '.join(POINTS)}")
+                heads = getattr(here, layout(name), None)
+                if isinstance(value, torch.Tensor) and heads is not None and value.dim() == 2:
+                    points[name] = value.unflatten(-1, (len(heads), -1)).clone()  # heads side by side are as good
+                else:
+                    points[name] = value.clone() if isinstance(value, torch.Tensor) else value
+                return value
+
+            point("output", layer(*(x[start:stop].clone() for x in (embed, cos[0], sin[0])), point))
+    return shown, counted.taken
+
+
+def layer_in_steps(cls, heads, kv_heads, size, llama):
+    more = {"model_type": "llama", "attention_bias": False, "hidden_size": 24} if llama else {}
+    toy = toy_model(heads, kv_heads, **more)
+    plan = ShardPlan.from_config(toy.config, size)
+    right, own = in_steps(MyLayer, toy, plan)
+    before = len(collectives())
+    shown, taken = in_steps(cls, toy, plan, 1 + (size == 1))
+    for points, must, (start, stop) in zip(shown, right, pairwise(STEPS)):
+        for name in POINTS:
+            if name in points:
+                yield f"tokens {start} to {stop - 1}: point {name!r}", points[name], must[name]
+    if size == 1:
+        again = all(one["output"].allclose(two["output"]) for one, two in zip(shown, shown[len(right):]))
+        yield "a second layer makes the same of the same tokens (what do the two share?)", again, True
+    passes = len(shown)
+    yield f"the collectives of {passes} passes are", collectives()[before:], ["all_reduce"] * 2 * passes
+    for name in taken:
+        yield f"the bytes that are read of {name.removeprefix('model.layers.0.')} are", Most(
+            taken[name], 1.01), Most(own[name] * (1 + (size == 1)))
+
+
+def all_layers(setting, answer):
+    ckpt, ids = setting.checkpoint, setting.ids(8)
+    if not layer_fits(ckpt):
+        return "in the small examples only: this checkpoint's layers have parts that yours has not"
+    if written(answer, ckpt, ids, 16, tensor_parallel_size=setting.tensor_parallel_size) != hf_greedy(ckpt, ids, 16):
+        raise NotYet(f"all layers of {ckpt.name} in a row: their text is not Hugging Face's, though one layer was "
+                     f"right "
+                     "by itself")
+
+
+_SUM = "all_reduce(found.masked_fill(~here[:, None], 0))"
+_ROWS = "weight_here[(ids - rows.start).where(here, 0)]"
+_LOGITS = "all_gather(hidden @ weight_here.T, dim=-1, sizes=sizes)"
+_BEST = "offers[range(len(offers)), winner, 1].long()"
+_NEXT = "step(new[-1:], [position])"
+EXERCISES = [
+    Exercise("06", my_embedding, words, {
+        "each rank returns the rows that it has: where does it get those of the other ranks?": (
+            f"{_SUM} -> found.masked_fill(~here[:, None], 0)", f"{_ROWS} -> weight_here[ids % len(rows)] ;; {_SUM} "
+                f"-> found"),
+        "for a word of another rank, its row 0 or another one is added, and zeros must be": (
+            f"{_SUM} -> all_reduce(found)", f"{_ROWS} -> weight_here[ids % len(rows)] ;; {_SUM} -> all_reduce(found)"),
+        "the first word of each rank is on none of them: is its start among its words?":
+            ">= rows.start -> > rows.start",
+        "what is a sum already is added up again": f"{_SUM} -> all_reduce({_SUM})",
+        "one all_reduce of the rows that a rank has is enough":
+            f"{_SUM} -> all_gather(found.masked_fill(~here[:, None], 0), dim=0).unflatten(0, (-1, len(ids))).sum(0)",
+    }, observe=looked_up, dims="token, number", place="looks words up", alone=ALONE,
+             patches=lambda answer: [Patch("tplab.shard.embedding.VocabParallelEmbedding.forward",
+                                           lambda self, ids: answer(ids, self.weight, self.rows))]),
+    Exercise("06", my_head_logits, vocabularies, {
+        "only the logits of this rank's own words come back": f"{_LOGITS} -> hidden @ weight_here.T",
+        "weights are gathered; of a real model, the logits of a few tokens are far fewer numbers":
+            f"{_LOGITS} -> hidden @ all_gather(weight_here, dim=0, sizes=sizes).T",
+        "a sum adds up numbers of the same word; these are different words' logits":
+            f"{_LOGITS} -> all_reduce(F.pad(hidden @ weight_here.T, (sum(sizes[:rank()]), sum(sizes[rank() + 1:]))))",
+        "the words of the ranks stand in another order":
+            f"{_LOGITS} -> torch.cat({_LOGITS}.split(sizes, -1)[::-1], -1)",
+    }, "767 words on two ranks and 766 on three; on {ranks}, the logits are Hugging Face's", put_together,
+             lambda answer: [Patch(  # the engine goes on with this rank's part of them
+                 "tplab.shard.embedding.ParallelLMHead.forward", lambda self, hidden: answer(
+                     hidden, self.weight, self.sizes)[:, self.rows.start:self.rows.stop].contiguous())],
+             dims="token, word", place="makes logits", alone=ALONE),
+    Exercise("06", my_best_offer, scores, {
+        "rank 0's token comes back for every sequence: which rank is best for each of them?": "winner, 1] -> 0, 1]",
+        "the last rank's token comes back for every sequence": "winner, 1] -> -1, 1]",
+        "that is the number of the rank with the best score; which token does it offer?": f"{_BEST} -> winner",
+        "that is the best score; which token has it?": "winner, 1] -> winner, 0]",
+        "the rank that is best for sequence 0 is taken for all":
+            "offers[:, :, 0].argmax(dim=-1) -> offers[0, :, 0].argmax().expand(len(offers))",
+        "the smallest score is chosen": ".argmax -> .argmin",
+        "NaN counts as the largest, as in torch.argmax; else a broken model would go unnoticed":
+            "offers[:, :, 0].argmax -> offers[:, :, 0].nan_to_num(-1e9).argmax",
+        "two scores differ in the twelfth digit: have they lost digits on the way?":
+            "offers[:, :, 0].argmax -> offers[:, :, 0].float().argmax",
+        "two ranks offer the same score. torch.argmax over the whole vocabulary takes the lowest id":
+            "offers[:, :, 0].argmax(dim=-1) -> offers.shape[1] - 1 - offers[:, :, 0].flip(1).argmax(dim=-1)",
+        "each rank decides by its own offer": f"return {_BEST} -> return offer_here[:, 1].long()",
+    }, "on {ranks}, three sequences get the tokens of Hugging Face", decided, at("tplab.engine.sampler.best_offer"),
+             three_texts, dims="sequence", place="decides for a token"),
+    Exercise("06", my_generate, lambda: [Example(*one, says=f"a prompt of {len(one[0])}, {one[1]} new") for one in (
+        ([3, 1, 4, 1, 5], 4, ()), ([*range(20, 63)], 24, ()), ([9, 9], 1, ()), ([24], 8, (0, 0, 3, 2, 11, 12, 1,
+            7)))], {
+        "positions count from 0: behind a prompt of n tokens, the first new one stands at n": (
+            "[position] -> [position + 1]", "[position] -> [position - 1]"),
+        "positions go on behind the prompt, and yours begin at 0 again": "[position] -> [position - len(ids)]",
+        "the text so far is computed anew in every step: the engine keeps keys and values":
+            f"{_NEXT} -> step(ids + new, range(len(ids) + len(new)))",
+        "one call too many: nothing reads the token that comes after the last one":
+            "count - 1 -> count ;; return new -> return new[:-1]",
+        "the prompt comes back, too": "return new -> return ids + new",
+        "the first new token is missing: which call has drawn it?": "return new -> return new[1:]",
+        "one new token too few": "count - 1 -> count - 2",
+        "the prompt is read token by token, and it can be read at once":
+            "new = [step(ids, range(len(ids)))] -> new = [[step([t], [p]) for p, t in enumerate(ids)][-1]]",
+        "each step is given the prompt's last token, and the newest one is asked for": "new[-1:] -> ids[-1:]",
+    }, "on {ranks}, 24 tokens are Hugging Face's", looped, engine=in_a_loop,
+             place="is the loop around it all"),  # it calls the engine: see own_engine.py
+    Exercise("06", MyLayer, lambda: [Example(*one, ranks=one[2], says=f"{one[0]} query and {one[1]} KV heads over "
+        f"{one[2]} "
+                                             f"rank{'s' * (one[2] > 1)}") for one in (
+        (8, 2, 1, False), (8, 2, 2, False), (9, 3, 2, False), (8, 2, 3, True))], {
+        "rms_norm_eps is not added to the mean": " + self.eps -> ",
+        "the norm has no weight": ") * weight -> )",
+        "the mean is subtracted, and this norm only divides":
+            "return x * torch.rsqrt -> x = x - x.mean(-1, True); return x * "
+                                                             "torch.rsqrt",
+        "q, k and v have no bias": " + self.bias -> ",
+        "keys are not rotated": 'point("k_rope", self.turn(k, cos, sin)) -> point("k_rope", k)',
+        "it is turned the other way round: look at the sign of one half": "[-b, a] -> [b, -a]",
+        "numbers 0 and 1 are turned as a pair; here number 0 belongs to number head_dim / 2":
+            "a, b = x.chunk(2, dim=-1) -> a, b = x[..., ::2], x[..., 1::2]",
+        "the scores are not multiplied by head_dim ** -0.5": " * self.d ** -0.5 -> ",
+        "the mask is not used: tokens see the future": '.masked_fill(future, float("-inf")) -> ',
+        "queries are counted from key 0 on: in a chunk, the first one stands behind the cache":
+            "torch.arange(start, len(k))[:, None] -> torch.arange(len(q))[:, None]",
+        "the cache is not used: where are the keys and values of earlier tokens?":
+            "torch.cat([self.k, k]), torch.cat([self.v, v]) -> k, v ;; start = len(self.k) -> start = 0",
+        "o_proj's summand is not added up over the ranks":
+            "all_reduce(out.flatten(1) @ self.o.T) -> out.flatten(1) @ self.o.T",
+        "the MLP's summand is not added up over the ranks": "all_reduce(inner @ self.down.T) -> inner @ self.down.T",
+        "the first residual is missing": '"residual", hidden + -> "residual",',
+        "the second residual is missing": '"output", hidden + -> "output",',
+        "gate and up are exchanged":
+            "F.silu(x @ self.gate.T) * (x @ self.up.T) -> F.silu(x @ self.up.T) * (x @ self.gate.T)",
+        "there is no activation": "F.silu(x @ self.gate.T) -> (x @ self.gate.T)",
+        "the two norms have changed places": "self.norm1, self.norm2 -> self.norm2, self.norm1",
+        "each weight is read whole: slice before you keep": "self.down = weights[\"mlp.down_proj.weight\"][:, mlp] -> "
+            "self.down = weights[\"mlp.down_proj.weight\"][:][:, mlp]",
+        "hidden comes back as it went in": "def __call__(self, hidden, cos, sin, point): -> "
+            "def __call__(self, hidden, cos, sin, point): return hidden\n    def other(self, hidden, cos, sin, point):",
+    }, "every point that it gives is Hugging Face's, two sums a pass, and all layers of the model on {ranks} write "
+       "its text",
+             layer_in_steps, engine=all_layers, dims="")]

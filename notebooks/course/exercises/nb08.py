@@ -1,0 +1,206 @@
+"""Notebook 08: ranks that decide together: a mean, a failure that all hear of, a barrier where it belongs."""
+
+import tempfile
+from pathlib import Path
+
+import torch
+
+from course.judge.exercise import Example, Exercise
+from course.judge.verdict import ranks_in_words
+from course.judge.words import NotYet, in_words
+from course.judge.work import one_number, whole_numbers
+from tplab.checkpoint import CheckpointError
+from tplab.checks import counted
+from tplab.pool import shared_pool
+from tplab.ranks import RankError, all_gather, all_reduce, barrier, rank, world_size
+from tplab.ranks.context import current
+
+
+def on_real_ranks(setting, call, *args) -> list:
+    """What ``call(*args)`` gives on each rank of a pool."""
+    try:
+        return shared_pool(max(2, setting.tensor_parallel_size)).run(call, *args, timeout=20)
+    except RankError as error:
+        raise NotYet(f"on real ranks: {in_words(error)}") from error
+
+
+def my_mean(shares):
+    lengths = shares[rank()]
+    total = torch.tensor([sum(lengths), len(lengths)], dtype=torch.float64)
+    all_reduce(total)
+    return (total[0] / total[1]).item()
+
+
+class Shares:
+    """``shares[rank()]``: a rank's own list. Those of the others are not there."""
+
+    def __init__(self, lists):
+        self._lists = lists
+
+    def __len__(self) -> int:
+        return len(self._lists)
+
+    def __getitem__(self, number):
+        if number != rank():
+            raise LookupError(f"shares[{number}] is on another rank; here is shares[rank()], shares[{rank()}]. What "
+                              "tells a rank about the others?")
+        return list(self._lists[number])
+
+    def __repr__(self) -> str:
+        return f"[{', '.join(str(one) if number == rank() else '…' for number, one in enumerate(self._lists))}]"
+
+
+def requests():
+    for lists in ([[3, 5], [10]], [[3, 5], []], [[], [4, 9]], [[], [2], []], [[70001, 5, 12, 8, 31], [1], [999]]):
+        yield Example(lists, ranks=len(lists), says=f"requests {lists}")
+
+
+def of_all(answer, lists):
+    yield "it returns", one_number(answer(Shares(lists)), "a number, on every rank,")
+
+
+def mean_on_real_ranks(setting, answer):
+    found = on_real_ranks(setting, lambda: answer(Shares([[3, 5]] + [[]] * (world_size() - 1))))
+    if any(one != 4 for one in found):
+        raise NotYet(f"on real ranks, with requests [[3, 5], []]: the ranks say {found}, and 4 is right")
+
+
+def my_agree(work):
+    failed = torch.zeros(world_size())
+    try:
+        work()
+    except Exception:
+        failed[rank()] = 1
+    all_reduce(failed)
+    return failed.nonzero().flatten().tolist()
+
+
+class Work:
+    """A rank's own work: says how often it was called, and fails on some ranks."""
+
+    def __init__(self, failing):
+        self.failing, self.calls = failing, 0
+
+    def __call__(self):
+        self.calls += 1
+        if rank() in self.failing:
+            raise CheckpointError(f"shard {rank()} cannot be read")
+
+
+def failures():
+    for size, failing in ((5, [1, 4]), (2, []), (2, [0]), (2, [0, 1]), (3, [0, 2]), (3, [1, 2])):
+        who = ranks_in_words(failing, size) if failing else "none"
+        yield Example(failing, ranks=size, says=f"{size} ranks, of which {who} failed")
+
+
+def heard(answer, failing):
+    work = Work(failing)
+    yield "it returns", whole_numbers(answer(work), f"the failed ranks, which are {failing}")
+    yield "it does its work, times:", work.calls
+
+
+def agreed_on_real_ranks(setting, answer):
+    found = on_real_ranks(setting, lambda: answer(Work([1])))
+    if any([*one] != [1] for one in found):
+        raise NotYet(f"on real ranks, of which rank 1 fails, they return {found}")
+
+
+def my_rounds(write, read, rounds):
+    seen = []
+    for number in range(rounds):
+        if rank() == 0:
+            write(number)
+        barrier()                   # all ranks wait until it is written
+        seen.append(read())
+        barrier()                   # rank 0 waits until all ranks have read
+    return seen
+
+
+def in_turns(answer, rounds):
+    """What counts is which rank waits for which: after how many collectives each has written and read."""
+    writes, reads = [], []
+
+    def write(number):
+        writes.append(current().log.seq - before)
+
+    def read():
+        reads.append(current().log.seq - before)
+        return len(reads) - 1
+
+    before = current().log.seq
+    seen = answer(write, read, rounds)
+    calls, longest = current().log.seq - before, 3 * rounds + 2
+    events = torch.tensor([(one + [-1] * longest)[:longest] for one in (writes, reads)])
+    everyone = [[[n for n in each if n >= 0] for each in of.tolist()] for of in all_gather(events[None], dim=0)]
+    for r, (theirs, own) in enumerate(everyone):
+        yield f"rank {r} writes, times (the file has one writer, rank 0):", len(theirs), 0 if r else rounds
+        yield f"rank {r} reads, times:", len(own), rounds
+    written = everyone[0][0]
+    for r, (_, own) in enumerate(everyone[1:], 1):
+        for n in range(rounds):
+            yield (f"round {n}: something makes rank {r} wait, so that it cannot read before rank 0 has written",
+                   own[n] > written[n], True)
+            if n + 1 < rounds:
+                yield (f"round {n}: something makes rank 0 wait, so that it cannot write round {n + 1} while rank {r} "
+                       f"still has to read round {n}", written[n + 1] > own[n], True)
+    yield "it returns", seen, [*range(rounds)]
+    yield (f"{counted(calls, 'collective')} in {counted(rounds, 'round')}, and {2 * rounds} are enough",
+           calls <= 2 * rounds, True)
+
+
+def rounds_on_real_ranks(setting, answer):
+    with tempfile.TemporaryDirectory() as folder:
+        found = on_real_ranks(setting, through_a_file, answer, str(Path(folder, "slot")))
+    if any(one != [0, 1, 2, 3] for one in found):
+        raise NotYet(f"on real ranks, through a file, they return {found}")
+
+
+def through_a_file(answer, slot: str) -> list:
+    return answer(lambda n: Path(slot).write_text(str(n)), lambda: int(Path(slot).read_text()), 4)
+
+
+_MEAN = "(total[0] / total[1]).item()"
+_OWN = "torch.tensor(sum(lengths) / max(1, len(lengths)), dtype=torch.float64)"
+EXERCISES = [
+    Exercise("08", my_mean, requests, {
+        "a rank without a request must come, too: the others wait for its summand": (
+            "    all_reduce(total) ->     lengths and all_reduce(total)",
+            "    total = torch -> \n    if not lengths: return 0.0\n    total = torch"),
+        "that is the mean of a rank's own requests": "    all_reduce(total) -> ",
+        "that is the mean of the ranks' means: how much does a rank with many requests count?":
+            f"    all_reduce(total) ->  ;; {_MEAN} -> all_reduce({_OWN}).item() / world_size()",
+        "those are the ranks' means, added up: how much does a rank with many requests count?":
+            f"    all_reduce(total) ->  ;; {_MEAN} -> all_reduce({_OWN}).item()",
+        "the mean is divided by the number of ranks, too": f"{_MEAN} -> ({_MEAN} / world_size())",
+        "the lengths are added up over the ranks, and the number of requests is the rank's own":
+            f"{_MEAN} -> (total[0] / max(1, len(lengths))).item()",
+    }, "the same mean on all ranks, also where one has no request", of_all, engine=mean_on_real_ranks, within=1e-6,
+             counted=False),
+    Exercise("08", my_agree, failures, {
+        "a rank tells of its own failure, and what tells it about the others?": "    all_reduce(failed) -> ",
+        "every rank has to come, whether its work has failed or not": (
+            "= 1\n    all_reduce(failed) -> = 1\n        all_reduce(failed)",
+            "= 1\n    all_reduce(failed) -> = 1\n    else:\n        all_reduce(failed)"),
+        "that is how many ranks failed, and not which": "failed.nonzero().flatten().tolist() -> [int(failed.sum())]",
+        "those are the ranks that worked": "failed.nonzero() -> (failed == 0).nonzero()",
+        "all ranks use the same place: each needs one of its own": "failed[rank()] = 1 -> failed[0] = 1",
+        "their numbers are added up, where each rank needs a place of its own":
+            "failed[rank()] = 1 -> failed[0] = rank() ;; failed.nonzero().flatten().tolist() -> [int(failed[0])] * "
+            "bool(failed[0])",
+        "the ranks are counted from 0": "failed.nonzero() -> (failed.nonzero() + 1)",
+    }, "every rank hears which ranks failed, and none waits for them", heard, engine=agreed_on_real_ranks,
+             counted=False),
+    Exercise("08", my_rounds, lambda: [Example(3, ranks=2, says="3 rounds on 2 ranks"),
+                                       Example(1, ranks=3, says="1 round on 3 ranks")], {
+        "nothing makes rank 0 wait until all ranks have read": "        barrier()                   # rank 0 -> "
+                                                               "                                    # rank 0",
+        "nothing makes the other ranks wait until rank 0 has written": (
+            "        barrier() -> ", "        barrier()                   # all ->                                  "
+                                     "   # all"),
+        "every rank writes; the file has one writer, rank 0": "if rank() == 0: -> if True:",
+        "each round is read once": "seen.append(read()) -> seen.append((read(), read())[0])",
+        "what was read must come back": "return seen -> return [*reversed(seen)]",
+        "three meetings of all ranks in a round, and two are enough":
+            "        seen.append ->         barrier(); seen.append",
+    }, "no rank reads before the file is written, and it is written again when all have read", in_turns,
+             engine=rounds_on_real_ranks, counted=False)]

@@ -1,0 +1,109 @@
+"""Notebook 10: what a decode step reads, and what collectives add to it."""
+
+from types import SimpleNamespace
+
+from course.judge.exercise import Example, Exercise
+from course.judge.work import one_number
+from tplab.model.dtypes import parse_dtype
+from tplab.shard import ShardPlan
+
+
+def my_decode_bytes(config, shard, context, itemsize):
+    h, d = config.hidden_size, config.head_dim
+    q, kv, columns = len(shard.q_heads), len(shard.kv_heads), len(shard.mlp)
+    attention = h * (q + 2 * kv) * d + q * d * h
+    cache = context * 2 * kv * d
+    layer = attention + 3 * h * columns + cache
+    return (config.num_layers * layer + h * len(shard.vocab)) * itemsize
+
+
+def layouts():
+    """Sizes of which no two are alike, heads that do and do not divide."""
+    for heads, kv, ranks, itemsize, context in ((8, 2, 2, 4, 3100), (14, 2, 3, 2, 500)):
+        config = SimpleNamespace(hidden_size=1000, head_dim=96, num_heads=heads, num_kv_heads=kv, num_layers=11,
+                                 intermediate_size=2900, vocab_size=5300, experts=None)
+        for shard in ShardPlan.from_config(config, ranks).ranks:
+            yield Example(config, shard, context, itemsize, says=f"{heads} query and {kv} KV heads over {ranks} "
+                f"ranks, rank "
+                          f"{shard.rank}, 11 layers, {context} tokens, itemsize {itemsize}")
+
+
+def bytes_read(answer, *args):
+    """Norms, biases and one row of the embedding are less than a hundredth; someone who counts them is right, too."""
+    found, right = one_number(answer(*args), "bytes"), my_decode_bytes(*args)
+    yield "the bytes are", right if right <= found * (1 + 1e-9) and found <= 1.01 * right else round(found)
+
+
+def notebooks_model(setting):
+    config, itemsize = setting.checkpoint.config, parse_dtype(setting.dtype).itemsize
+    for shard in ShardPlan.from_config(config, setting.tensor_parallel_size).ranks:
+        yield Example(config, shard, 100, itemsize, says=f"{setting.checkpoint.name}, rank {shard.rank}, 100 tokens")
+
+
+def in_megabytes(setting, answer):
+    config, itemsize = setting.checkpoint.config, parse_dtype(setting.dtype).itemsize
+    plan = ShardPlan.from_config(config, setting.tensor_parallel_size)
+    megabytes = my_decode_bytes(config, plan.ranks[0], 100, itemsize) / 1e6
+    return f"rank 0 of {len(plan.ranks)} reads {megabytes:,.1f} MB for each token"
+
+
+def my_step_seconds(rank_bytes, bandwidth, num_layers, latency):
+    collectives = 2 * num_layers + 2 if len(rank_bytes) > 1 else 0
+    return max(rank_bytes) / bandwidth + collectives * latency
+
+
+def steps():
+    for rank_bytes in ([3e9, 7e9, 1e9, 2e9], [6e9, 6e9], [9e9]):
+        yield Example(rank_bytes, 2e9, 20, 0.1, says=f"ranks that read "
+                                                     f"{', '.join(f'{one / 1e9:.0f} GB' for one in rank_bytes)} "
+                      "at 2 GB/s, 20 layers, latency 0.1 s")
+
+
+def seconds(answer, *args):
+    yield "the seconds are", one_number(answer(*args), "seconds")
+
+
+EXERCISES = [
+    Exercise("10", my_decode_bytes, layouts, {
+        "the cache is not counted": " + cache -> ",
+        "the cache has keys and values: count both": "context * 2 * kv -> context * kv",
+        "the cache has KV heads, and query heads are counted": "context * 2 * kv -> context * 2 * q",
+        "k and v are two matrices: count both": "(q + 2 * kv) -> (q + kv)",
+        "o_proj is not counted": " + q * d * h -> ",
+        "k and v have KV heads, and query heads are counted": "(q + 2 * kv) -> 3 * q",
+        "an MLP has three matrices: gate, up and down": "3 * h * columns -> 2 * h * columns",
+        "the head is not counted: each rank reads its rows of it": " + h * len(shard.vocab) -> ",
+        "only one layer is counted": "config.num_layers * layer -> layer",
+        "numbers are counted, and each has itemsize bytes": "* itemsize -> ",
+        "all query heads of the model are counted, and a rank has its own": "len(shard.q_heads) -> config.num_heads",
+        "all KV heads of the model are counted, and a rank has its own": "len(shard.kv_heads) -> config.num_kv_heads",
+        "the end of a range is taken for its length": (
+            "len(shard.mlp) -> shard.mlp.stop", "len(shard.vocab) -> shard.vocab.stop", "len(shard.mlp) -> "
+                "shard.mlp.stop ;; "
+            "len(shard.vocab) -> shard.vocab.stop ;; len(shard.q_heads) -> shard.q_heads.stop ;; "
+            "len(shard.kv_heads) -> "
+            "shard.kv_heads.stop"),
+        "only the head is counted: where are the layers?": "config.num_layers * layer -> 0",
+    }, "every matrix of the rank once, and its cache", bytes_read, engine=in_megabytes, more=notebooks_model),
+    Exercise("10", my_step_seconds, steps, {
+        "a sum waits for the slowest rank, not for the mean": (
+            "max(rank_bytes) -> sum(rank_bytes) / len(rank_bytes)", "max(rank_bytes) -> sum(rank_bytes) / "
+                "len(rank_bytes) ;; "
+            " + collectives * latency -> "),
+        "ranks work at the same time; none reads for the others": "max(rank_bytes) -> sum(rank_bytes)",
+        "rank_bytes are a rank's own: they are divided already": "max(rank_bytes) -> max(rank_bytes) / len(rank_bytes)",
+        "a sum waits for the slowest rank, and the first or the fastest one is taken": (
+            "max(rank_bytes) -> min(rank_bytes)", "max(rank_bytes) -> rank_bytes[0]"),
+        "bytes / (bytes per second) are seconds": "/ bandwidth -> * bandwidth",
+        "collectives are not counted": " + collectives * latency -> ",
+        "there are two collectives in a layer, behind attention and behind the MLP":
+            "2 * num_layers + 2 -> num_layers + 2",
+        "beside the layers there is a collective behind the embedding, and one for the best tokens": (
+            "2 * num_layers + 2 -> 2 * num_layers", "2 * num_layers + 2 -> 2 * num_layers + 1"),
+        "one rank alone has no collective": " if len(rank_bytes) > 1 else 0 -> ",
+        "every rank's collectives are counted, and they all take part in the same ones":
+            "collectives * latency -> collectives * latency * len(rank_bytes)",
+        "nothing overlaps: the next product needs the sum, so both times count":
+            "max(rank_bytes) / bandwidth + collectives * latency -> max(max(rank_bytes) / bandwidth, collectives * "
+            "latency)",
+    }, "the slowest rank, and every collective", seconds, within=1e-6, engine=lambda setting, answer: None)]

@@ -1,0 +1,113 @@
+"""Notebook 12: a mixture of experts on the ranks, with one sum."""
+
+import torch
+from torch.nn import functional as F
+
+from course.judge.exercise import Example, Exercise, Most
+from course.judge.work import Multiplications, beside_hugging_face, numbers
+from tplab.model.trace import point
+from tplab.patch import Patch
+from tplab.ranks import all_reduce, rank, world_size  # noqa: F401  (an edit of a reference may need it)
+from tplab.shard import split_evenly
+
+ALONE = "one rank has all of it, so two to four logical ranks have judged it"
+
+
+def my_moe(x, weights, ids, experts, gate_up, down):
+    summand = torch.zeros_like(x)
+    for local, expert in enumerate(experts):
+        rows, place = torch.where(ids == expert)
+        gate, up = (x[rows] @ gate_up[local].T).chunk(2, dim=-1)
+        out = (F.silu(gate) * up) @ down[local].T
+        summand.index_add_(0, rows, out * weights[rows, place, None])
+    return all_reduce(summand)
+
+
+def layers():
+    """Whole experts are dealt out, or each is cut; and how the tokens choose. First what halves."""
+    for tokens, hidden, columns, experts, top_k, size, whole, how in (
+            (6, 12, 8, 8, 2, 2, True, ""), (5, 14, 7, 8, 2, 3, True, "no token for expert 4"),
+            (4, 13, 11, 8, 3, 2, False, ""), (3, 12, 5, 8, 2, 3, True, "all tokens to experts 0 to 2"),
+            (1, 12, 9, 7, 2, 3, True, ""), (4, 12, 6, 2, 1, 3, True, ""), (6, 8, 8, 4, 2, 2, True, "in bfloat16")):
+        x, logits, gate_up, down = (numbers(*shape, seed=tokens + n) for n, shape in enumerate((
+            (tokens, hidden), (tokens, experts), (experts, 2 * columns, hidden), (experts, hidden, columns))))
+        logits[:, {"no token for expert 4": [4], "all tokens to experts 0 to 2": [3, 4, 5, 6, 7]}.get(how,
+            [])] = -torch.inf
+        weights, ids = logits.softmax(-1).topk(top_k)  # not renormalised: they add up to less than 1
+        held = split_evenly(experts, size) if whole else [range(experts)] * size
+        cut = [range(columns)] * size if whole else split_evenly(columns, size)
+        x, weights, gate_up, down = (one.bfloat16() if "bf" in how else one for one in (x, weights, gate_up, down))
+        yield Example(x, weights, ids, held, cut, gate_up, down, ranks=size, says=f"{tokens} tokens with top_k "
+            f"{top_k}, "
+                      f"{how}{', ' * bool(how)}ranks that hold {', '.join(map(str, map(len, held if whole else cut)))} "
+                      + ("experts" if whole else f"columns of each of {experts} experts"))
+
+
+def on_a_rank(answer, x, weights, ids, held, cut, gate_up, down):
+    experts, columns = held[rank()], cut[rank()]
+    gate, up = (part[experts.start:experts.stop, columns.start:columns.stop] for part in gate_up.chunk(2, dim=1))
+    own = down[experts.start:experts.stop, :, columns.start:columns.stop].contiguous()
+    before = [one.clone() for one in (x, weights, ids)]
+    with Multiplications() as work:
+        yield "it returns", answer(x, weights, ids, experts, torch.cat([gate, up], 1), own)
+    yield "x, weights and ids are as they were", all(map(torch.equal, before, (x, weights, ids))), True
+    rows = sum(int((ids == expert).sum()) for expert in experts)
+    yield "the numbers multiplied on this rank are", Most(work.count, 1), Most(rows * 3 * x.shape[1] * len(columns), 1)
+
+
+def block_of(answer) -> list[Patch]:
+    """The engine's experts, with a learner's function behind the router."""
+    def forward(self, x):
+        logits = self.gate(x)
+        point(f"layers.{self.layer}.router_logits", logits)
+        weights, ids = self.route(logits)
+        held, mlps = [int(expert) for expert in self.experts], list(self.experts.values())
+        out = answer(x, weights.to(x.dtype), ids, range(held[0], held[-1] + 1), torch.stack(
+            [mlp.gate_up_proj.weight for mlp in mlps]), torch.stack([mlp.down_proj.weight for mlp in mlps]))
+        point(f"layers.{self.layer}.mlp", out)
+        return out
+
+    return [Patch("tplab.model.experts.SparseMoeBlock.forward", forward)]
+
+
+def in_a_model(setting, answer):
+    moe = setting.checkpoint.config.experts
+    if moe and (moe.bias or moe.swiglu or moe.shared_intermediate_size):
+        return "in the small examples only: this model's experts have parts that yours have not"
+    beside_hugging_face(setting, modes=(False, True)[:setting.tensor_parallel_size])
+
+
+_WEIGHED = "summand.index_add_(0, rows, out * weights[rows, place, None])"
+EXERCISES = [
+    Exercise("12", my_moe, layers, {
+        "there are only zeros: which rows go through which expert?": "summand.index_add_ -> x.clone().index_add_",
+        "each rank returns its own summand: where are they added up, and is the result of that used?": (
+            "return all_reduce(summand) -> return summand",
+            "return all_reduce(summand) -> all_reduce(summand.clone()); return summand"),
+        "ids are those of the model, and yours are taken for a rank's own: which expert is the first one here?":
+            "ids == expert -> ids == local",
+        "rank() * len(experts) is taken for a rank's first expert, and not every rank holds as many: its range says "
+        "where "
+        "it begins": "ids == expert -> ids == rank() * len(experts) + local",
+        "no weight is in it: each expert's output is multiplied by its weight": " * weights[rows, place, None] -> ",
+        "all experts of a token have the weight of its first one": "[rows, place, None] -> [rows, :1]",
+        "a token's weights are divided by their sum: they are as the router wants them":
+            "summand = -> weights = weights / weights.sum(-1, keepdim=True); summand =",
+        "the weights stand before the expert: an expert of half the input does not give half the output":
+            " * weights[rows, place, None] ->  ;; x[rows] @ -> x[rows] * weights[rows, place, None] @",
+        "gate and up are exchanged: which half of gate_up goes through silu?": "gate, up = -> up, gate =",
+        "gate and up are both put through silu; only gate is": "F.silu(gate) * up -> F.silu(gate) * F.silu(up)",
+        "silu comes behind the product of gate and up; it is of gate alone": "F.silu(gate) * up -> F.silu(gate * up)",
+        "gate and up are added, and their product is asked for": "F.silu(gate) * up -> F.silu(gate) + up",
+        "there is no activation": "F.silu(gate) -> gate",
+        "another activation than silu": ("F.silu -> F.relu", "F.silu -> F.gelu", "F.silu -> torch.sigmoid",
+            "F.silu -> torch.tanh"),
+        "gate's rows stand above those of up, and every second row is taken for gate's":
+            ".chunk(2, dim=-1) -> .unflatten(-1, (-1, 2)).unbind(-1)",
+        "where a token has two experts on a rank, the second overwrites the first: add them up":
+            f"{_WEIGHED} -> summand[rows] = out * weights[rows, place, None]",
+        "a sum over the ranks in the loop is summed again":
+            "summand.index_add_ -> summand = all_reduce(summand.index_add_ ;; "
+            "place, None]) -> place, None])) ;; return all_reduce(summand) -> return summand",
+    }, "each token has its experts' sum, with one all_reduce and no row too many; on {ranks}, the model agrees with "
+       "Hugging Face, dealt out either way", on_a_rank, block_of, in_a_model, dims="token, hidden", alone=ALONE)]

@@ -1,0 +1,290 @@
+"""Notebook 13: a product beside a sum, a sum as a ring, and a layer of which each rank keeps its own rows."""
+
+import sys
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from course.cost.overlap import SUMMANDS, scattered, sizes_here
+from course.judge.exercise import Example, Exercise, Most
+from course.judge.toy_checkpoint import toy_model
+from course.judge.words import NotYet
+from course.judge.work import IDS, numbers
+from tplab.model.trace import point
+from tplab.patch import Patch, original
+from tplab.ranks import all_gather, all_reduce, op_log, rank, reduce_scatter, world_size  # noqa: F401  (for edits)
+from tplab.ranks.context import current
+
+# Hidden numbers, and of how many tokens each rank keeps the rows: first what divides; where it does not, not as chunk
+# would deal them out.
+ROWS = ((4, (3, 3)), (6, (2, 2, 2)), (5, (2, 3)), (4, (2, 3, 2)), (3, (1, 0)), (6, (4, 0, 3)), (4, (3, 2, 2, 2)))
+ALONE = "one rank has all rows, so two to four logical ranks have judged it"
+REDUCE = "tplab.shard.linear.RowParallelLinear."
+
+
+def in_the_engine(setting, answer):
+    """An answer in a small model with uneven heads and biases, on as many ranks as it allows, and in the setting's."""
+    setting.align(model=toy_model(9, 3, o_bias=True), prompts=IDS)
+    setting.align()
+
+
+def my_overlapped_row_parallel(x, weight, parts):
+    sums, works = [], []
+    for rows in x.chunk(parts):
+        sums.append(rows @ weight.T)
+        works.append(all_reduce(sums[-1], async_op=True))
+    for work in works:
+        work.wait()
+    return torch.cat(sums)
+
+
+def products():
+    for tokens, inputs, outputs, parts, size, dtype in (
+            (6, 4, 5, 2, 2, torch.float32), (7, 3, 4, 3, 2, torch.float32), (5, 4, 3, 4, 3, torch.float32),
+            (2, 5, 4, 3, 2, torch.float32), (6, 4, 5, 1, 2, torch.float32), (7, 3, 4, 3, 2, torch.bfloat16)):
+        yield Example(numbers(size, tokens, inputs, seed=1, dtype=dtype), numbers(size, outputs, inputs, seed=2,
+            dtype=dtype),
+                      parts, ranks=size, says=f"{tokens} tokens in {parts} part{'s' * (parts > 1)} on {size} ranks"
+                                              f"{' in bfloat16' * (dtype == torch.bfloat16)}")
+
+
+class Products(TorchDispatchMode):
+    """Notes at every product of matrices how many sums have been started, and how many of these are complete."""
+
+    def __enter__(self):
+        self.seen = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in ("mm", "bmm", "mv", "addmm", "linear", "matmul"):
+            waiting, done = len(current().started), len(op_log())
+            self.seen.append((waiting + done, done))
+        return func(*args, **(kwargs or {}))
+
+
+def beside(answer, x, weight, parts):
+    """A part's sum starts as soon as its product is there, and is not waited for before the next product."""
+    with Products() as made:
+        yield "it returns", answer(x[rank()], weight[rank()], parts)
+    least, sums = len(x[0].chunk(parts)), op_log()
+    count = min(max(least, len(made.seen)), parts)  # where the tokens do not divide, some make fewer parts
+    yield "the numbers summed up are", Most(sum(torch.Size(one.shape).numel() for one in sums), 1)
+    yield "all sums are started with async_op=True", all(one.started for one in sums), True
+    yield "each sum is of whole rows", all(one.shape[1:] == weight.shape[1:2] for one in sums), True
+    yield "the number of sums is", len(sums), count
+    yield "the number of products is", len(made.seen), count
+    for n, (started, done) in enumerate(made.seen[1:], 1):
+        yield f"when product {n + 1} of {count} is computed, the sums started are", started, n
+        yield f"when product {n + 1} of {count} is computed, sum {n} is under way", done < n, True
+
+
+def in_parts(answer) -> list[Patch]:
+    """The engine's row-parallel products with their sums, by a learner's function, three parts at a time."""
+    def partial(self, x):
+        self.given = x
+        return original(f"{REDUCE}partial")(self, x)
+
+    def reduce(self, partial):
+        return answer(self.given, self.weight, 3) + (0 if self.bias is None else self.bias)
+
+    return [Patch(f"{REDUCE}partial", partial), Patch(f"{REDUCE}reduce", reduce)]
+
+
+def my_reduce_scatter(x, sizes, pass_on):
+    rows, at = x.split(sizes), rank() - 1
+    summed = rows[at % len(sizes)]
+    for step in range(len(sizes) - 1):
+        at -= 1
+        summed = pass_on(summed) + rows[at % len(sizes)]
+    return summed
+
+
+class Ring:
+    """``pass_on`` as a learner's function calls it: to the next rank, from the one before."""
+
+    def __init__(self):
+        self.sent = 0
+
+    def __call__(self, t):
+        if not isinstance(t, torch.Tensor) or not t.dim():
+            raise NotYet(f"pass_on takes rows to send, not {type(t).__name__}")
+        self.sent += t.numel()
+        group, line = current(), sys._getframe(1)  # the learner's, for what is said of ranks that wait
+        rows = group.all_gather(torch.tensor([len(t)]), 0, None, line).tolist()
+        return group.all_gather(t, 0, rows, line).split(rows)[rank() - 1].clone()
+
+
+def summands():
+    for hidden, sizes, dtype in (*((*one, torch.float32) for one in ROWS), (*ROWS[3], torch.bfloat16)):
+        yield Example(numbers(len(sizes), sum(sizes), hidden, seed=sum(sizes), dtype=dtype), list(sizes),
+            ranks=len(sizes),
+                      says=f"{sum(sizes)} tokens, of which the ranks keep {'/'.join(map(str, sizes))}"
+                           f"{' in bfloat16' * (dtype == torch.bfloat16)}")
+
+
+def passed(answer, x, sizes):
+    ring = Ring()
+    yield "it returns", answer(x[rank()], sizes, ring)
+    yield "the numbers sent are", Most(ring.sent, 1), Most((sum(sizes) - sizes[rank()]) * x.shape[2], 1)
+
+
+def reduced_by(answer) -> list[Patch]:
+    """The engine's sums, by a learner's function and an all-gather."""
+    def reduce(self, partial):
+        sizes = sizes_here(len(partial))
+        return all_gather(answer(partial, sizes, Ring()), 0, sizes)
+
+    return [Patch(f"{REDUCE}reduce", reduce)]
+
+
+def my_sequence_parallel_layer(own, sizes, input_norm, attention, post_norm, mlp):
+    own = own + reduce_scatter(attention(all_gather(input_norm(own), 0, sizes)), 0, sizes)
+    return own + reduce_scatter(mlp(all_gather(post_norm(own), 0, sizes)), 0, sizes)
+
+
+def toys():
+    for hidden, sizes, dtype in (*((*one, torch.float32) for one in ROWS), (*ROWS[3], torch.bfloat16)):
+        size, tokens = len(sizes), sum(sizes)
+        shapes = (tokens, hidden), (2, hidden), (size, hidden, hidden), (size, hidden, hidden), (hidden,)
+        yield Example(*(numbers(*shape, seed=n, dtype=dtype) for n, shape in enumerate(shapes)), list(sizes),
+            ranks=size,
+                      says=f"{tokens} tokens, {'/'.join(map(str, sizes))} on the "
+                           f"ranks{' in bfloat16' * (dtype == torch.bfloat16)}")
+
+
+def calls(answer, x, norms, mix, up, bias, sizes):
+    """What each of the layer's four parts is given, and what comes back; each token sees those before it."""
+    r, seen, own = rank(), [], x.split(sizes)[rank()].clone()
+
+    def part(name, of):
+        def call(rows):
+            seen.append((name, rows.clone()))
+            if name in ("attention", "mlp") and len(rows) != len(x):
+                raise NotYet(f"{name} is given {len(rows)} of {len(x)} rows: its heads and columns are this rank's, "
+                             f"so it "
+                             "needs the rows of all")
+            return of(rows.float()).to(x.dtype)
+        return call
+
+    def norm(which):
+        return lambda rows: rows * (rows.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * norms[which].float()
+
+    once = bias.float() * (r == 0)
+    found = answer(own, sizes, part("input_norm", norm(0)),
+                   part("attention", lambda rows: torch.tanh(rows.cumsum(0)) @ mix[r].float() + once),
+                   part("post_norm", norm(1)), part("mlp", lambda rows: torch.relu(rows) @ up[r].float() + once))
+    yield "own is as it was", own.equal(x.split(sizes)[r]), True
+    yield "the parts are called in the order", [name for name, _ in seen]
+    for name, rows in seen:
+        yield f"{name} is given", rows
+    yield "it returns", found
+    yield "the collectives are", sorted(record.op for record in op_log())
+
+
+def layer_of(answer) -> list[Patch]:
+    """The engine's layers by a learner's function; joined behind each, as a trace wants them."""
+    def forward(self, hidden, cos, sin, context):
+        sizes = sizes_here(len(hidden))
+        own = scattered(answer, self, hidden.split(sizes)[rank()], sizes, cos, sin, context)
+        out = all_gather(own, 0, sizes)
+        point(f"layers.{self.layer}.output", out)
+        return out
+
+    return [*SUMMANDS, Patch("tplab.model.decoder.DecoderLayer.forward", forward)]
+
+
+def layer_in_the_engine(setting, answer):
+    config = setting.checkpoint.config
+    if config.experts or config.residual_multiplier != 1 or dict(config.norms).keys() != {
+            "input_layernorm", "post_attention_layernorm"}:
+        return "in the small examples only: this model's layers have parts that yours has not"
+    in_the_engine(setting, answer)
+
+
+_START = "works.append(all_reduce(sums[-1], async_op=True))"
+_WAITS = "    for work in works:\n        work.wait()\n"
+_ATTENDS = "reduce_scatter(attention(all_gather(input_norm(own), 0, sizes)), 0, sizes)"
+_MLP = "reduce_scatter(mlp(all_gather(post_norm(own), 0, sizes)), 0, sizes)"
+EXERCISES = [
+    Exercise("13", my_overlapped_row_parallel, products, {
+        "a rank's own summand comes back: is it read, copied or joined before its wait()?": (
+            "    for work in works:\n        work.wait()\n    return torch.cat(sums) ->     out = torch.cat(sums)\n"
+            "    for work in works:\n        work.wait()\n    return out", f"        {_START} -> "),
+        "each sum is waited for before the next product, so nothing is computed while it is under way":
+            "async_op=True)) -> async_op=True)); works[-1].wait()",
+        "no sum is started: all_reduce(…, async_op=True) returns at once, and its wait() later":
+            f"{_START} -> all_reduce(sums[-1])",
+        "one product of all tokens is computed first, and then its parts are summed up: nothing is computed beside "
+        "the sums":
+            "    for rows in ->     whole = x @ weight.T\n    for rows in ;; x.chunk(parts) -> whole.chunk(parts) ;; "
+            "rows @ weight.T -> rows.contiguous()",
+        "all products are computed first, and then their sums are started: nothing is computed beside the sums":
+            f"        {_START} ->  ;; {_WAITS} ->     works = [all_reduce(one, async_op=True) for one in "
+            f"sums]\n{_WAITS}",
+        "there is one sum, and one of each part is asked for": "x.chunk(parts) -> [x]",
+        "the outputs are cut, and the tokens are to be": "x.chunk(parts) -> weight.chunk(parts) ;; rows @ weight.T -> "
+            "(x @ rows.T) ;; torch.cat(sums) -> torch.cat(sums, -1)",
+        "the parts stand in another order": "torch.cat(sums) -> torch.cat(sums[::-1])",
+    }, "while the sum of one part is under way, the next part is computed, and nothing is read before its wait; on "
+       "{ranks}, "
+       "every trace point agrees with Hugging Face", beside, in_parts, in_the_engine, dims="token, output",
+             counted=False),
+    Exercise("13", my_reduce_scatter, summands, {
+        "each rank returns its own summand of its rows: where are the others' added?": (
+            "return summed -> return rows[rank()]", "range(len(sizes) - 1) -> range(0) ;; rank() - 1 -> rank()"),
+        "each rank ends with the sum of another rank's rows: with whose rows must a rank begin?": (
+            "at = x.split(sizes), rank() - 1 -> at = x.split(sizes), rank()",
+            "at = x.split(sizes), rank() - 1 -> at = x.split(sizes), rank() + 1"),
+        "what comes in is passed on as it is: where is a rank's own summand added?":
+            "pass_on(summed) + rows[at % len(sizes)] -> pass_on(summed)",
+        "one message too few: with n ranks there are n - 1": "range(len(sizes) - 1) -> range(len(sizes) - 2)",
+        "one message too many: with n ranks there are n - 1": "range(len(sizes) - 1) -> range(len(sizes))",
+        "the number of the rank that keeps the rows gets larger with each message: rows come from the rank before, "
+        "so it "
+        "gets smaller": "at -= 1 -> at += 1",
+        "the sum is divided by the number of ranks": "return summed -> return summed / len(sizes)",
+        "the sum is right, and made by a collective of the lab: pass_on is enough": "return summed -> return "
+            "reduce_scatter(x, 0, sizes)",
+    }, "every rank keeps the sum of its rows, and no number travels that need not; on {ranks}, with an all-gather "
+       "behind it, "
+       "it takes the place of the engine's all_reduce", passed, reduced_by, in_the_engine, dims="row, hidden",
+           alone=ALONE),
+    Exercise("13", my_sequence_parallel_layer, toys, {
+        "the first residual is missing": "own = own + reduce -> own = reduce",
+        "the second residual is missing": "return own + reduce -> return reduce",
+        "the first residual is in it once for every rank: is it added before the sum?":
+            f"own = own + {_ATTENDS} -> own = reduce_scatter(all_gather(own, 0, sizes) + "
+            f"attention(all_gather(input_norm(own), "
+            "0, sizes)), 0, sizes)",
+        "the second residual is in it once for every rank: is it added before the sum?":
+            f"own + {_MLP} -> reduce_scatter(all_gather(own, 0, sizes) + mlp(all_gather(post_norm(own), 0, sizes)), "
+            f"0, sizes)",
+        "attention reads rows that are not normalised": "input_norm(own) -> own",
+        "the MLP reads rows that are not normalised": "post_norm(own) -> own",
+        "the two norms are exchanged":
+            "input_norm(own) -> norm_2(own) ;; post_norm(own) -> input_norm(own) ;; norm_2 -> post_norm",
+        "the norm stands behind attention, and belongs before it":
+            f"own + {_ATTENDS} -> input_norm(own + reduce_scatter(attention(all_gather(own, 0, sizes)), 0, sizes))",
+        "the norm stands behind the MLP, and belongs before it": (
+            f"own + {_MLP} -> post_norm(own + reduce_scatter(mlp(all_gather(own, 0, sizes)), 0, sizes))",
+            f"own + {_MLP} -> own + post_norm(reduce_scatter(mlp(all_gather(own, 0, sizes)), 0, sizes))"),
+        "the MLP is given what attention was given: what goes in behind the first residual?":
+            "    own = own ->     first = own\n    own = own ;; post_norm(own) -> post_norm(first)",
+        "the second residual is what came into the layer; attention belongs to it":
+            "    own = own ->     first = own\n    own = own ;; return own -> return first",
+        "a rank goes on with its own summand of its rows: where are the others' added?": (
+            f"{_ATTENDS} -> attention(all_gather(input_norm(own), 0, sizes)).split(sizes)[rank()]",
+            f"{_MLP} -> mlp(all_gather(post_norm(own), 0, sizes)).split(sizes)[rank()]",
+            f"{_ATTENDS} -> attention(all_gather(input_norm(own), 0, sizes)).split(sizes)[rank()] ;; "
+            f"{_MLP} -> mlp(all_gather(post_norm(own), 0, sizes)).split(sizes)[rank()]"),
+        "a norm is given all rows, of which a rank keeps its own: normalise before you gather": (
+            "all_gather(input_norm(own), 0, sizes) -> input_norm(all_gather(own, 0, sizes))",
+            "all_gather(post_norm(own), 0, sizes) -> post_norm(all_gather(own, 0, sizes))",
+            "all_gather(input_norm(own), 0, sizes) -> input_norm(all_gather(own, 0, sizes)) ;; "
+            "all_gather(post_norm(own), 0, sizes) -> post_norm(all_gather(own, 0, sizes))",
+            f"own = own + {_ATTENDS} -> own = all_gather(own, 0, sizes); own = own + all_reduce(attention("
+            f"input_norm(own))) ;; return own + {_MLP} -> "
+            "return (own + all_reduce(mlp(post_norm(own)))).split(sizes)[rank()]"),
+    }, "norms and residuals see a rank's own rows, attention and MLP all, with four messages; on {ranks}, every "
+       "layer of the "
+       "model agrees with Hugging Face", calls, layer_of, layer_in_the_engine, dims="row, hidden", alone=ALONE)]

@@ -1,0 +1,145 @@
+"""How a value differs from the right one, in one sentence."""
+
+from collections.abc import Sequence
+from numbers import Integral
+
+import torch
+
+from course.judge.exercise import Example, Most
+from course.judge.setting import LITTLE
+from tplab.checks import quoted
+
+_PLAIN = bool | int | float | str | list | tuple | range | dict | set | bytes | None
+
+
+def differs(value, right, within: float, dims: str = "", what: str = "it returns") -> str:
+    """How a value differs from the right one; the empty string if it does not. ``within``: of the largest number.
+    ``dims`` names the dimensions of a tensor."""
+    if isinstance(right, Most):
+        return (f"the rest is right; {what} {value.amount:,.0f}, and {right.amount:,.0f} are enough"
+                if value.amount > right.spare * right.amount else "")
+    if isinstance(right, torch.Tensor):
+        return _tensors(value, right, within, dims, what)
+    if isinstance(right, list | tuple | range) and isinstance(value, list | tuple | range):
+        if len(value) == len(right):
+            return next((f"{what} {_short(value)}, and {_short(right)} is right" for one, two in zip(value, right)
+                         if differs(one, two, within)), "")
+    elif isinstance(right, dict) and isinstance(value, dict) and value.keys() == right.keys():
+        return next(filter(None, (differs(value[key], right[key], within, dims, f"{what}, for {key!r},")
+                                  for key in right)), "")
+    elif not isinstance(right, _PLAIN) or _equal(value, right, within):
+        return ""  # an object of the exercise's own is watched by its observer
+    if isinstance(right, bool) and isinstance(value, bool):
+        return f"{what}: " + ("this must be so, and is not" if right else "this must not be so, and is")
+    return f"{what} {kind(value)}, and {'None' if right is None else kind(right)} is right"
+
+
+def _equal(value, right, within: float) -> bool:
+    if isinstance(value, Integral) and type(right) is int and not isinstance(value, bool):
+        return value == right
+    if type(value) is not type(right):
+        return False
+    if isinstance(right, float):
+        is_nan = value != value and right != right
+        return value == right or is_nan or abs(value - right) <= within * max(1.0, abs(right))
+    return value == right
+
+
+def alike(value, other, within: float) -> bool:
+    """Whether two wrong values are the same."""
+    if isinstance(value, Most):
+        return isinstance(other, Most) and abs(value.amount - other.amount) <= 0.01 * other.amount
+    return not differs(value, other, within)
+
+
+def _tensors(value, right: torch.Tensor, within: float, dims: str, what: str) -> str:
+    names = [name.strip() for name in dims.split(",") if name.strip()]
+    wanted = "must come back" if what.endswith("returns") else "is right"
+    must = f"[{dims}] = {list(right.shape)}" if len(names) == right.dim() > 0 else f"a tensor {list(right.shape)}"
+    if not isinstance(value, torch.Tensor):
+        return f"{what} {kind(value)}; {must} {wanted}"
+    if value.device.type != "cpu" or value.layout != torch.strided:
+        return f"{what} a tensor on {value.device} with layout {value.layout}; an ordinary one {wanted}"
+    if value.shape != right.shape:
+        turned = sorted(value.shape) == sorted(right.shape) and len(set(right.shape)) == right.dim() == len(names)
+        whose = f" (yours is [{', '.join(names[list(right.shape).index(n)] for n in value.shape)}])" if turned else ""
+        return f"{what} {list(value.shape)}; {must} {wanted}{whose}"
+    if value.dtype != right.dtype:
+        return f"{what} {value.dtype}; {right.dtype} {wanted}"
+    said = where(value, right, within, names)
+    return said and (said if what == "it returns" else f"{what}: {said}")
+
+
+def where(value: torch.Tensor, right: torch.Tensor, within: float, names: Sequence[str]) -> str:
+    """For which tokens, heads … it is wrong, and the first wrong number beside the right one."""
+    within = within and {torch.float64: 1e-5 * within}.get(right.dtype,
+        within if right.dtype == torch.float32 else 0.03)
+    value, right = (one.detach().double() for one in (value, right))
+    finite = right[right.isfinite()].abs()
+    most = within * max(1.0, finite.max().item() if finite.numel() else 1.0)
+    bad = ~torch.isclose(value, right, rtol=0, atol=most, equal_nan=True)
+    if not bad.any():
+        return ""
+    names, at = [*names, *["number"] * (right.dim() - len(names))], bad.nonzero()[0].tolist()
+    parted = [(name, bad.movedim(dim, 0).reshape(n, -1).any(1).nonzero().flatten().tolist(), n)
+              for dim, (name, n) in enumerate(zip(names, right.shape))]
+    only = " and ".join(f"{name} {', '.join(map(str, few[:4]))}{' …' * (len(few) > 4)}" for name, few, n in parted
+                        if len(few) < n)
+    place = ", ".join(f"{name} {i}" for name, i, n in zip(names, at, right.shape) if n > 1)
+    yours, must = value[tuple(at)].item(), right[tuple(at)].item()
+    digits = next((n for n in (4, 7) if f"{yours:.{n}g}" != f"{must:.{n}g}"), 17)
+    return (f"{int(bad.sum())} of {bad.numel()} numbers are wrong" + f", all at {only}" * bool(only)
+            + f": the first{', ' * bool(place)}{place}, is {yours:.{digits}g}, and {must:.{digits}g} is right")
+
+
+def related(value, right) -> str:
+    """What turns all right numbers into these, if one thing does."""
+    if not (isinstance(value, torch.Tensor) and isinstance(right, torch.Tensor)) or (
+            value.shape, value.dtype) != (right.shape, right.dtype) or value.device.type != "cpu":
+        return ""
+    value, right = value.detach().double(), right.detach().double()
+    if not (right.isfinite().all() and value.isfinite().all() and value.any() and right.any()):
+        return ""
+    gap, factor, more = (value - right).abs().max(), (value * right).sum() / right.pow(2).sum(), (value - right).mean()
+
+    many = len(right.unique()) > 2
+
+    def like(other) -> bool:
+        return bool((value - other).abs().max() < gap / 50)
+
+    ways = {"it is right but for its sign": like(-right),
+            "it is right but for signs": like(right.abs().copysign(value)),
+            f"every number is {factor:.4g} times what it must be": many and like(factor * right),
+            f"every number is off by {more:+.4g}": many and like(right + more),
+            LITTLE[0].lower() + LITTLE[1:]: gap < 5e-3 * right.abs().max(),
+            "the numbers are right, and stand in another order": like(right.flatten().sort().values[
+                value.flatten().argsort().argsort()].view(value.shape))}
+    return next((says for says, is_so in ways.items() if is_so), "")
+
+
+def kind(value) -> str:
+    """A value in a few words, without an address in memory: ``"a list of 3"``, ``"a tensor [2, 3]"``."""
+    if value is None or isinstance(value, bool):
+        return {None: "nothing (is a return missing?)", True: "True", False: "False"}[value]
+    if isinstance(value, torch.Tensor):
+        return f"a tensor {list(value.shape)} of {value.dtype}"
+    text = quoted(value)
+    if " at 0x" in text or "\n" in text or len(text) > 80:
+        size = f" of {len(value)}" if isinstance(value, list | tuple | dict | set) else ""
+        return f"a {type(value).__name__}{size}"
+    return text
+
+
+def _short(value) -> str:
+    text = quoted([*value])
+    return text if len(text) <= 90 else f"{text[:80]} …]"
+
+
+def given(takes: Sequence[str], example: Example) -> str:
+    """What a call is given, in a few words: ``"q [5, 4, 6], scaling 0.3"``."""
+    def shown(arg) -> str:
+        if isinstance(arg, torch.Tensor):
+            return str(list(arg.shape)) + f" {str(arg.dtype)[6:]}" * (arg.dtype not in (torch.float32, torch.bool))
+        return text if len(text := quoted(arg)) <= 40 and " at 0x" not in text else f"({type(arg).__name__})"
+
+    return example.says or ", ".join(f"{name} {shown(arg)}" for name, arg in zip(takes, example))

@@ -1,0 +1,91 @@
+"""Which of the reference's steps, by the names of its variables, a learner's lines have made."""
+
+import copy
+import sys
+from collections.abc import Callable
+from itertools import permutations
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from course.judge.exercise import Example, Exercise
+from course.judge.words import is_learners
+from tplab.ranks import logical_ranks, rank
+
+_MOST = 20_000, 500  # numbers of a tensor, and tensors, that are kept of one call
+
+
+class Made(TorchDispatchMode):
+    """What each torch call of a learner's code makes, with the line of the call: ``found``."""
+
+    def __enter__(self):
+        self.found = []
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out, frame = func(*args, **(kwargs or {})), sys._getframe(1)
+        while frame is not None and not is_learners(frame.f_code.co_filename):
+            frame = frame.f_back
+        for one in tree_leaves(out) if frame is not None and len(self.found) < _MOST[1] else ():
+            if isinstance(one, torch.Tensor) and 1 < one.numel() <= _MOST[0] and one.device.type == "cpu":
+                self.found.append((frame.f_lineno, one.detach().clone()))
+        return out
+
+
+def is_like(one: torch.Tensor, step: torch.Tensor, most: float) -> bool:
+    """Whether it is ``step``, in whatever layout."""
+    if one.numel() != step.numel() or one.is_complex():
+        return False
+    one, step = one.double().squeeze(), step.double().flatten()
+    orders = permutations(range(one.dim())) if one.dim() < 6 else [range(one.dim())]
+    return any(torch.allclose(one.permute(*order).flatten(), step, rtol=0, atol=most) for order in orders)
+
+
+def right_steps(exercise: Exercise, answer: Callable, example: Example, number: int) -> str:
+    """Of rank ``number``: ``"right in yours: scores (line 4); not found: weights"``."""
+    def run(function: Callable, note: Callable):
+        found = [None] * example.ranks
+
+        def here() -> None:
+            found[rank()] = note(lambda: [*exercise.observe(function, *copy.deepcopy(tuple(example)))])
+
+        logical_ranks(example.ranks, here, timeout=5)
+        return found[number]
+
+    def lines(call: Callable) -> list:
+        with Made() as made:
+            call()
+        return made.found
+
+    def variables(call: Callable) -> dict[str, torch.Tensor]:
+        def trace(frame, event, arg):
+            if frame.f_code is exercise.reference.__code__ and event == "return":
+                found.update(frame.f_locals)
+            return trace
+
+        found, given = {}, dict(zip(exercise.takes, example))
+        sys.settrace(trace)
+        try:
+            call()
+        finally:
+            sys.settrace(None)
+        return {name: one for name, one in found.items() if isinstance(one, torch.Tensor) and one.numel() > 1
+                and one.is_floating_point() and getattr(given.get(name), "shape", 0) != one.shape}
+
+    if not hasattr(exercise.reference, "__code__"):
+        return ""  # a class
+    with Made():
+        torch.ones(2)  # the first use of such a mode imports much, which is not on the learner's time
+    try:
+        steps, made = run(exercise.reference, variables), run(answer, lines)
+    except Exception:  # of a learner's code that fails on other ranks
+        return ""
+    at = {name: next((line for line, one in made if is_like(one, step, 1e-4 * max(1.0, step.abs().max().item()))), 0)
+          for name, step in steps.items()}
+    right = ", ".join(f"{name} (line {line})" for name, line in at.items() if line)
+    missing = next((name for name, line in at.items() if not line), "")
+    if not right:
+        return f"None of your lines makes {missing}" if missing else ""
+    return f"Right in yours: {right}; " + (f"not found: {missing}" if missing else
+                                           f"see what follows line {max(at.values())}")

@@ -1,0 +1,86 @@
+"""Parts that exercises of several notebooks need: random numbers, counters, a model beside Hugging Face."""
+
+from numbers import Real
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from course.judge.differ import kind
+from course.judge.experts_toys import toy_experts
+from course.judge.words import NotYet, in_words
+from tplab.align import align
+from tplab.checks import spans
+
+IDS = [3, 1, 4, 15, 9, 26, 5, 35, 8, 9, 7]  # eleven tokens for a small random model
+
+
+def numbers(*shape: int, seed: int = 0, dtype=torch.float32) -> torch.Tensor:
+    """Random numbers, the same ones every time."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def dealt(total: int, size: int) -> list[range]:
+    """Ranges for so many ranks, whose lengths no rule for dealing evenly gives."""
+    return [range(total * r * r // size ** 2, total * (r + 1) ** 2 // size ** 2) for r in range(size)]
+
+
+def span(places, of: str = "rows") -> str:
+    """``"rows 0–5"``, ``"rows 0, 2, 4 …"``."""
+    texts = spans(places)
+    return f"{of} " + (", ".join(texts[:4]) + " …" * (len(texts) > 4) if texts else "of none")
+
+
+def pair(value, what: str) -> list:
+    """``value``, a list or tuple of two, as a list; else NotYet. ``what``: what must come back."""
+    if not isinstance(value, list | tuple) or len(value) != 2:
+        raise NotYet(f"it returns {kind(value)}; {what} must come back")
+    return list(value)
+
+
+def one_number(value, what: str = "a number"):
+    """``value`` as a float where it is a number, or a tensor of one; else NotYet."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex() and value.device.type == "cpu":
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise NotYet(f"it returns {kind(value)}; {what} must come back")
+    return float(value)
+
+
+def whole_numbers(value, what: str) -> list[int]:
+    """``value``, a list, tuple or range of ints, as a list; NotYet if it is none. ``what``: what they are."""
+    if not isinstance(value, list | tuple | range) or any(type(one) is not int for one in value):
+        raise NotYet(f"it returns {kind(value)}; a list of whole numbers must come back, {what}")
+    return list(value)
+
+
+class Multiplications(TorchDispatchMode):
+    """Counts multiplications by matrices."""
+
+    _INPUT = {"mm": 0, "bmm": 0, "mv": 0, "matmul": 0, "linear": 0, "addmm": 1, "baddbmm": 1, "addmv": 1}
+
+    def __enter__(self):
+        self.count = 0
+        return super().__enter__()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result, at = func(*args, **(kwargs or {})), self._INPUT.get(func.overloadpacket.__name__)
+        if at is not None:
+            self.count += result.numel() * args[at].shape[-1]
+        return result
+
+
+def beside_hugging_face(setting, toy=None, modes=(False, True)) -> None:
+    """An answer in the setting's model, or a small one with experts, or ``toy``; tensor and expert parallel."""
+    given = toy is None and setting.checkpoint.config.experts is not None
+    ckpt = setting.checkpoint if given else toy or toy_experts()
+    for mode in modes:
+        where = f"in {ckpt.name if given else 'a small random model'}, {'expert' if mode else 'tensor'} parallel: "
+        try:
+            setting.report = report = align(ckpt, setting.ids() if given else IDS, dtype=setting.narrow,
+                                            patches=setting.patches, enable_expert_parallel=mode,
+                                            tensor_parallel_size=setting.tensor_parallel_size)
+        except Exception as error:  # of the learner's code on the ranks
+            raise NotYet(f"{where}{in_words(error)}") from error
+        if not report.ok:
+            first = report.first_divergence
+            raise NotYet(f"{where}the first point outside the floor is {first.name}, off by {first.relative:.1g}")

@@ -1,0 +1,83 @@
+"""Notebook 13's instruments: a race that is decided beforehand, faults in layers of their own, what rows save."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from course.cost import overlap
+from course.exercises.nb13 import my_sequence_parallel_layer
+from tplab.align import align, diagnose_all
+from tplab.checkpoint import open_checkpoint
+from tplab.pool import shared_pool
+from tplab.shard import split_evenly
+
+pytestmark = pytest.mark.pool
+IDS = list(range(5, 22))
+
+
+def reads_early(self, partial):
+    work = dist.all_reduce(partial, async_op=True)
+    out = partial.clone()
+    work.wait()
+    return out
+
+
+def waits(self, partial):
+    work = dist.all_reduce(partial, async_op=True)
+    work.wait()
+    return partial.clone()
+
+
+def does_not_start(self, partial):
+    dist.all_reduce(partial)
+    return partial
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_is_read_too_early_is_wrong_every_time_under_load_and_never_without(ranks):
+    def begins(reduce, under_load):
+        report = align("fable", IDS, patches=[overlap.decided(reduce, under_load)], tensor_parallel_size=ranks)
+        return report.first_divergence and (report.first_divergence.name, diagnose_all(report)[0].fault)
+
+    for _ in range(3):
+        assert begins(reads_early, True) == ("layers.0.o_proj", "all_reduce_subset")
+        assert begins(reads_early, False) is None
+    for reduce in (waits, does_not_start):
+        assert begins(reduce, True) is None
+
+
+def test_each_fault_in_its_layer_is_found_with_the_others():
+    names = {0: "read_before_wait", 3: "buffer_reused", 5: "wrong_rows_scattered"}
+    for _ in range(2):  # the ranks count their calls on
+        found = diagnose_all(align("fable", IDS, patches=[overlap.in_layers(names, 6)]))
+        assert {one.fault: one.where for one in found} == {
+            name: f"layer {layer}: o_proj, mlp" for layer, name in names.items()}
+
+
+def test_what_is_held_at_a_time_is_counted_and_views_are_not():
+    a = torch.ones(1000)
+    with overlap.PeakBytes() as peak:
+        b = a[:500] + 1
+        c = b.view(5, 100).T * 2
+        del b
+        c = torch.cat([c, c])
+    assert peak.most == 4 * (500 + 1000) and c.shape == (200, 5)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_by_rows_a_rank_saves_the_rows_of_the_others(ranks):
+    ckpt, tokens = open_checkpoint("fable"), 256  # attention holds most then
+    pool = shared_pool(ranks)
+    found = overlap.layers_plain_and_scattered(ckpt, my_sequence_parallel_layer, tokens, torch.float32, pool)
+    (_, plain), (_, by_rows) = found["plain"], found["by rows"]
+    saved = [4 * ckpt.config.hidden_size * (tokens - len(rows)) for rows in split_evenly(tokens, ranks)]
+    assert [a - b for a, b in zip(plain, by_rows)] == saved and all(one[0] > 0 for one in found.values())
+
+
+def test_what_is_compared_is_timed_in_turn_and_not_one_after_the_other():
+    def turns():
+        called = []
+        took = overlap.seconds({name: lambda name=name: called.append(name) for name in "ab"}, max)
+        return called, list(took)
+
+    assert shared_pool(2).run(turns) == [(["a", "b"] * overlap.ROUNDS, ["a", "b"])] * 2

@@ -1,0 +1,51 @@
+"""The cases solve themselves: with the lab's own instruments, and the repairs that their files hold."""
+
+from contextlib import redirect_stdout
+from io import StringIO
+
+from course.cases import NOWHERE
+from course.cases.repairing import judge_repair
+from course.cases.sealed import OpenCase
+from tplab.align import AlignReport, diagnose
+from tplab.errors import TplabError
+from tplab.patch import as_patches
+
+
+class Solved:
+    """One case, solved by the instruments: what they saw and named, and what the judge said."""
+
+    def __init__(self, case: OpenCase, seed: int = 0):
+        self.case, self.file, self.seen, self.named, left = case, case._file, "", [], list(case._file.bugs)
+        while not self.seen or left:
+            where, names = self._look([bug for bug in self.file.bugs if bug not in left])
+            self.seen = self.seen or where
+            found = [bug for bug in left if bug.fault in names]
+            if not found:
+                break
+            self.named += [bug.fault for bug in found]
+            left = [bug for bug in left if bug not in found]
+        self.left = left
+        with redirect_stdout(StringIO()):
+            self.answer = case.answer([bug.place for bug in self.file.bugs] or [NOWHERE], list(self.file.kinds),
+                                      next(why for why, wrong in self.file.why.items() if not wrong)).sentence
+            cures = {bug.place: bug.right for bug in self.file.bugs} or self.file.cure
+            self.repair, *self.hidden = (judge_repair(case, one, seed=seed)
+                                         for one in (cures, *self.file.false_repairs))
+
+    def _look(self, mended) -> tuple[str, set[str]]:
+        """The reported run with these bugs mended: where it shows, and the names that the diagnosis has for it."""
+        patches = (*self.file.patches, *as_patches([patch for bug in mended for patch in bug.repair]))
+        try:
+            report: AlignReport | TplabError = self.case._run(self.case.trial, patches)
+        except TplabError as error:
+            report = error
+        found = (report.diagnoses if isinstance(report, AlignReport) else ()) or [diagnose(report)]
+        return found[0].point or NOWHERE, {name for one in found for name in one.names}
+
+    @property
+    def wrong(self) -> str:
+        """What did not go as it should; empty if nothing."""
+        if self.left:
+            return f"the diagnosis does not name {', '.join(bug.fault for bug in self.left)}"
+        accepted = "" if all(self.hidden) else f"the repair that hides it, number {self.hidden.index('')}, was accepted"
+        return self.answer or self.repair or accepted
