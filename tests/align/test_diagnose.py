@@ -64,8 +64,14 @@ SHOW = {"qwen3": {"norm_over_all_heads"}, "yarn": {"rope_attention_factor"}, "sq
 IN_DECODE_ONLY = {"mask_without_past", "cache_not_read", "cache_rows_lost", "mask_of_another_row"}
 
 
+# Where a probe's first value is the model's own, or a museum fault's.
+OTHER_VALUES = ("the norm's epsilon is 0.001", "q and k are turned with theta 1e+06")
+
+
 def names_of(model):
-    return {probe.name: probe for probe in [*probes(model.config)][::-1]}
+    listed = [*probes(model.config)]
+    return ({probe.name: probe for probe in listed[::-1]}
+            | {probe.name: probe for probe in listed if probe.title in OTHER_VALUES})
 
 
 @pytest.mark.parametrize("model, name", [(model, name) for model, names in SHOW.items() for name in sorted(names)])

@@ -1,5 +1,7 @@
 """Mistakes that have a name as a fault or a probe, written in other code: at another place, or by other means."""
 
+import copy
+
 import torch
 from torch.nn import functional as F
 
@@ -83,7 +85,7 @@ def in_pairs(self, x):
 def of_layer_2(ckpt, plan, *args):
     model = right_load_model(ckpt, plan, *args)
     for module in ("self_attn", "mlp"):
-        setattr(model.layers[0], module, getattr(model.layers[2], module))
+        setattr(model.layers[0], module, copy.deepcopy(getattr(model.layers[2], module)))
     model.layers[0].self_attn.layer = model.layers[0].mlp.layer = 0
     return model
 

@@ -58,7 +58,7 @@ def _(self, q, k, cos, sin):
 @probe("rope_partial", "rope", _ROPE, "only the first 1/{} of a head is turned", each=(2, 4))
 def _(share):
     def turn(x, cos, sin):
-        size = x.shape[-1] // share
+        size = x.shape[-1] // share // 2 * 2  # pairs of numbers
         cos, sin = (table[0, :, None, :size // 2].repeat(1, 1, 2) for table in (cos, sin))
         a, b = x[..., :size].chunk(2, -1)
         return torch.cat([x[..., :size] * cos + torch.cat([-b, a], -1) * sin, x[..., size:]], -1)
