@@ -4,10 +4,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from helpers.third_party import FastLike, HfLike, VllmLike
-from helpers.third_party_parts import Core, Norm, Rotary
-from helpers.third_party_runs import TEXTS
-from test_check_setups import (
+from helpers.setups import (
     FLAT,
     LINES,
     PREFIX,
@@ -21,12 +18,15 @@ from test_check_setups import (
     fp8,
     meta,
     of,
-    opened,
     recorded,
     stored,
     tell,
     tf32,
 )
+from helpers.third_party import FastLike, HfLike, VllmLike
+from helpers.third_party_parts import Core, Norm, Rotary
+from helpers.third_party_runs import TEXTS
+from test_check_setups import opened  # noqa: F401
 from torch import nn
 from torch.nn import functional as F
 
