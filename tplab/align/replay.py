@@ -34,7 +34,7 @@ REDUCES = "all_reduces"  # beside the points: whether each all-reduce was awaite
 # Last names of functions that work while a model is built. A patch of any other is in force in a model that was loaded
 # without it.
 _LOADING = ("__init__", "load", "tie_weights", "column_shard", "row_shard", "merged_shard", "widened", "by_parameter",
-            "leave", "rotate", "make_norm")
+            "no_rotation", "rotate", "make_norm")
 
 
 class _Passed(BaseException):

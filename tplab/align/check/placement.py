@@ -107,7 +107,8 @@ class _Placement:
             n, point = min(far, key=far.get)
             if far[n, point] < float("inf"):  # else all is NaN here
                 self.shares.summands[source.pattern, role] = point == names[0]
-                plan = plans[n] if far[n, point] < far[0, point] else plan
+                # A sum is the same however the experts are dealt out, but for its rounding.
+                plan = plans[n] if 10 * far[n, point] < far[0, point] else plan
         for found in self.points.data, self.placed, self.assumed, self.unplaced:
             found.clear()
         return plan
