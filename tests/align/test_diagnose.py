@@ -140,7 +140,7 @@ def test_in_one_part_of_a_run_only(models, words, scope):
     assert all(name in one.names for one in found), found
     if scope == "rank 1":
         assert {one.ranks for one in found} == {(1,)}
-    elif name not in ("mask_misused", "softmax_dim", "mask_inverted"):
+    elif name not in ("mask_misused", "softmax_dim", "mask_inverted", "rope_positions"):  # the last says it row by row
         assert {one.scope for one in found} <= {*SAID[scope]}
 
 
