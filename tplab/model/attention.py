@@ -150,18 +150,22 @@ class TensorParallelAttention(nn.Module):
         """``[tokens, hidden]`` → ``[tokens, hidden]``, whole on every rank."""
         name = f"layers.{self.layer}."
         q, k, v = self.qkv_proj.split_heads(self.qkv_proj(x))
-        q, k, v = (point(name + what, x) for what, x in (("q", q), ("k", k), ("v", v)))
+        for what, x in (("q", q), ("k", k), ("v", v)):
+            point(name + what, x)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.norm_heads(self.q_norm, self.k_norm, q, k)
-            q, k = point(name + "q_norm", q), point(name + "k_norm", k)
+            point(name + "q_norm", q)
+            point(name + "k_norm", k)
         q, k = self.apply_rope(q, k, cos, sin)
-        q, k = point(name + "q_rope", q), point(name + "k_rope", k)
+        point(name + "q_rope", q)
+        point(name + "k_rope", k)
         out = self.attend_all(q, k, v, context)
-        out = point(name + "attn", out)
+        point(name + "attn", out)
         partial = self.o_proj.partial(out.flatten(1))
-        partial = point(name + "o_partial", partial)
+        point(name + "o_partial", partial)
         out = self.o_proj.reduce(partial)
-        return point(name + "o_proj", out)
+        point(name + "o_proj", out)
+        return out
 
     def apply_rope(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
                    ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -104,8 +104,9 @@ class SparseMoeBlock(nn.Module):
         """``[tokens, hidden]`` → ``[tokens, hidden]``, whole on every rank."""
         name = f"layers.{self.layer}."
         logits = self.gate(x)
-        logits = point(name + "router_logits", logits)
+        point(name + "router_logits", logits)
         partial = self.partial(x, logits)
-        partial = point(name + "moe_partial", partial)
+        point(name + "moe_partial", partial)
         out = all_reduce(partial)
-        return point(name + "mlp", out)
+        point(name + "mlp", out)
+        return out

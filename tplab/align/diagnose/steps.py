@@ -1,0 +1,227 @@
+"""Procedures about what only the lab's own engine tells: its steps, its block tables, what it cost."""
+
+import itertools
+
+import torch
+
+from tplab.align.diagnose.case import Case, Diagnosis
+from tplab.align.diagnose.table import COST, procedure
+from tplab.align.report import AlignReport, DecodeFacts
+from tplab.checks import counted
+
+
+@procedure("embed", names="row_order")
+def rows_in_other_orders(case: Case) -> Diagnosis | None:
+    """Do other ranks hold the sequences of a step in another order than rank 0?"""
+    weight, ours = case.frame.weights["model.embed_tokens.weight"], case.ours("embed")
+    row_of = {place: row for row, place in enumerate(case.places)}
+    for step in case.report.decode.steps if case.report.decode else ():
+        sequences = [[(s.request_id, s.segment.start + i) for i in range(s.segment.count)] for s in step.requests]
+        here = ours[[row_of[place] for places in sequences for place in places]]
+        here_ids = case.token_ids(sum(sequences, []))
+        if case.fits(here, weight[here_ids]):
+            continue
+        for order in itertools.islice(itertools.permutations(sequences), 1, 120):
+            order_ids = case.token_ids(sum(order, []))
+            for ranks in (case.plan.ranks[1:], case.plan.ranks[1::2]):
+                guess = torch.zeros_like(here)
+                for shard in case.plan.ranks:
+                    ids = order_ids if shard in ranks else here_ids
+                    guess += weight[ids] * ((ids >= shard.vocab.start) & (ids < shard.vocab.stop))[:, None]
+                if case.fits(here, guess):
+                    names = [[places[0][0] for places in some] for some in (sequences, order)]
+                    return case.diagnosis(
+                        "row_order", f"In step {step.step_number} rank 0 holds the sequences in the order {names[0]}, "
+                        f"rank {ranks[0].rank} in the order {names[1]}: the all-reduce adds up embeddings of unlike "
+                        "tokens.", step=step.step_number, rank=ranks[0].rank)
+        return None
+
+
+@procedure("embed", names="rejected_draft_kept")
+def rejected_draft_kept(case: Case) -> Diagnosis | None:
+    """Does a text hold a guess where the model chose another token?"""
+    weight, ours = case.frame.weights["model.embed_tokens.weight"], case.ours("embed")
+    row_of = {place: row for row, place in enumerate(case.places)}
+    for step, number, position, token in _drafted(case.report.decode):
+        row, true = row_of.get((number, position)), case.report.ids[number][position]
+        if row is not None and token != true and case.fits(ours[row:row + 1], weight[[token]]):
+            return case.diagnosis(
+                "rejected_draft_kept", f"In step {step} token {token} was drafted for position {position} of sequence "
+                f"{number}. The model chose {true} there, and the draft's token stayed: drafted tokens count up to the "
+                "first that the model would not have chosen.", step=step, sequence=number, position=position)
+    return None
+
+
+def _drafted(facts: DecodeFacts | None):
+    """Every drafted token: the step, the sequence, the position for which it was drafted, and what it was."""
+    for step in facts.steps if facts else ():
+        for request in step.requests:
+            end = request.segment.start + request.segment.count
+            for position, token in enumerate(request.draft, end - request.num_draft_tokens):
+                yield step.step_number, request.request_id, position, token
+
+
+def stale_block_table(report: AlignReport) -> str:
+    """Where the ranks first worked with another block table than the scheduler's; empty if they never did."""
+    for step, tables in zip(report.decode.steps, report.decode.tables) if report.decode else ():
+        for number, segment, *_ in step.requests:
+            at_ranks, true = list(segment.block_ids), list(tables[number])
+            if at_ranks[:len(true)] != true:
+                return (f"In step {step.step_number} the ranks were told that sequence {number} has the blocks "
+                        f"{at_ranks}; the scheduler had given it {true}. The old blocks had been taken from it by "
+                        "then.")
+    return ""
+
+
+# What a sequence finds in a slot that holds no key of its own.
+STRANGE_READS = {
+    "preempted_not_recomputed": "comes back after a preemption and reads its token {position} from a block that it has "
+    "just been given: its keys went with its old blocks and were not computed again.",
+    "prefix_hash_without_parent": "finds the block of token {position} in the prefix cache, and it holds the keys that "
+    "its tokens have behind the beginning of sequence {owner}: a block's key must include its parent's.",
+    "rejected_draft_findable": "finds a block in the prefix cache by tokens that were drafted for sequence {owner} and "
+    "rejected: since then the block holds other keys, such as that of token {token} at position {position}.",
+    "cached_before_computed": "finds a block in the prefix cache, and the key of token {position} in it was never "
+    "computed: it was made findable when its tokens were known, not when they were computed."}
+
+
+def _strange_read(report: AlignReport) -> tuple[int, int, int, tuple[int, int], bool] | None:
+    """The first such slot of all steps, if blocks are read and written as the tables say: in which step which position
+    of which sequence is read; the (sequence, position) that was written there last, or (sequence, -1); and whether the
+    sequence had computed this key before, in another slot."""
+    texts, size = report.ids, report.decode.block_size
+    written: dict[int, tuple[int, int]] = {}
+    computed: dict[tuple[int, int], int] = {}
+
+    def slots(segment, begin: int, end: int):
+        return ((position, segment.block_ids[position // size] * size + position % size)
+                for position in range(begin, end))
+    for step in report.decode.steps:
+        for number, segment, *_ in step.requests:
+            for position, slot in slots(segment, segment.start, segment.start + segment.count):
+                written[slot], computed[number, position] = (number, position), slot
+        for number, segment, *_ in step.requests:
+            for position, slot in slots(segment, 0, segment.start):
+                owner, at = written.get(slot, (number, -1))
+                if at != position or texts[owner][:at + 1] != texts[number][:at + 1]:
+                    return (step.step_number, number, position, (owner, at),
+                            computed.get((number, position), slot) != slot)
+    return None
+
+
+@procedure("attn", names=" ".join(("stale_block_table", *STRANGE_READS)))
+def strange_blocks(case: Case) -> Diagnosis | None:
+    """Did the ranks work with the tables that the scheduler had? If so, does a sequence read a slot that holds no key
+    of its own?"""
+    if says := stale_block_table(case.report):
+        return case.diagnosis("stale_block_table", says)
+    facts, texts = case.report.decode, case.report.ids
+    if facts is None or (read := _strange_read(case.report)) is None:
+        return None
+    step, number, position, (owner, at), known = read
+    token = texts[number][position]
+    if known and not facts.preemptions:
+        return None
+    name = ("preempted_not_recomputed" if known else
+            "prefix_hash_without_parent" if at >= 0 and texts[owner][at] == token else
+            "rejected_draft_findable" if (owner, position, token) in {found[1:] for found in _drafted(facts)} else
+            "cached_before_computed")
+    says = STRANGE_READS[name].format(position=position, owner=owner, token=texts[owner][at])
+    return case.diagnosis(name, f"In step {step} sequence {number} {says}", step=step, sequence=number,
+                          position=position, owner=owner)
+
+
+@procedure(COST, names="full_copy_on_every_rank")
+def read_too_much(report: AlignReport) -> Diagnosis | None:
+    stored = next(iter(report.checkpoint.tensors.values())).dtype.itemsize
+    times = max((stats.bytes_read / (stats.parameter_bytes // report.dtype.itemsize * stored)
+                 for stats in report.load_stats), default=0)
+    if times >= 1.2:
+        return Diagnosis("full_copy_on_every_rank", f"The numbers are right, but a rank read {times:.1f} times the "
+                         "bytes that it keeps: whole tensors were read and cut afterwards.", "load", {"times": times})
+
+
+@procedure(COST, names="rank_local_sampling")
+def ranks_drew_differently(report: AlignReport) -> Diagnosis | None:
+    for rank, drawn in enumerate(report.decode.drawn[1:] if report.decode else (), 1):
+        for place, token in report.decode.drawn[0].items():
+            if drawn.get(place) != token:
+                return Diagnosis("rank_local_sampling", f"From the same right logits rank 0 drew token {token} and "
+                                 f"rank {rank} token {drawn.get(place)}: each sampled by itself, where one choice "
+                                 "must hold for all.", "drawn",
+                                 {"rank": rank, "prompt": place[0], "position": place[1]})
+
+
+@procedure(COST, names="softmax_before_gather")
+def drawn_by_parts_of_the_vocabulary(report: AlignReport) -> Diagnosis | None:
+    """Is a drawn token the best one of the ranks' probabilities, each normalized over its own words, and not of the
+    logits?"""
+    logits, places = report.evidence.get("logits"), sorted(report.decode.drawn[0]) if report.decode else []
+    if logits is None or len(places) != len(logits.ours):
+        return None
+    drawn = torch.tensor([report.decode.drawn[0][place] for place in places])
+    parts = [shard.float().log_softmax(-1) for shard in logits.shards]
+    ours, apart = logits.ours.float(), torch.cat(parts, -1)
+    behind = ours.max(-1).values - ours.gather(-1, drawn[:, None])[:, 0]
+    wrong = (behind > 1e-2 * ours.abs().max()).nonzero().flatten().tolist()
+    if not wrong or (apart.max(-1).values - apart.gather(-1, drawn[:, None])[:, 0]).max() > 1e-2:
+        return None
+    number, position = places[wrong[0]]
+    return Diagnosis("softmax_before_gather", f"All logits are right, and {len(wrong)} of {len(drawn)} drawn tokens "
+                     f"are not the most probable ones: behind token {position} of prompt {number} one was drawn whose "
+                     f"logit is {behind[wrong[0]]:.1f} below the largest. They are the best by the ranks' "
+                     "probabilities, each normalized over its own part of the vocabulary.", "drawn",
+                     {"prompt": number, "position": position})
+
+
+@procedure(COST, names="prefix_never_found")
+def prefix_never_found(report: AlignReport) -> Diagnosis | None:
+    """Does a text begin at its first token, although another one with the same first block was computed before?"""
+    facts = report.decode
+    if facts is None or not facts.prefix_caching:
+        return None
+    size, full, seen = facts.block_size, {}, set()  # full: {block: the text whose first block it holds}
+    for step in facts.steps:
+        for number, segment, *_ in step.requests:
+            begin = report.ids[number][:size]
+            before = [other for other in full.values() if report.ids[other][:size] == begin]
+            if number not in seen and not segment.start and before and segment.prompt_length > size:
+                return Diagnosis("prefix_never_found", f"The numbers are right, but prompt {number} is computed from "
+                                 f"its first token on, although it begins as prompt {before[0]} does, whose blocks "
+                                 "are full and went to no other sequence: equal beginnings are not found in the "
+                                 "prefix cache.", "steps", {"prompt": number, "before": before[0]})
+        for number, segment, *_ in step.requests:
+            seen.add(number)
+            full = {block: other for block, other in full.items() if block not in segment.block_ids}
+            if segment.start + segment.count >= size:
+                full[segment.block_ids[0]] = number
+
+
+@procedure(COST, names="cache_ignored")
+def tokens_computed_again(report: AlignReport) -> Diagnosis | None:
+    if report.decode is None or report.decode.preemptions or next(_drafted(report.decode), None):
+        return None
+    done = sum(sequence.segment.count for step in report.decode.steps for sequence in step.requests)
+    needed = sum(map(len, report.computed))
+    if done != needed:
+        return Diagnosis("cache_ignored", f"The numbers are right, but {done} tokens were computed where {needed} were "
+                         "needed: steps begin at the first token again instead of using the cache.", "steps",
+                         {"computed": done, "needed": needed})
+
+
+@procedure(COST, names="stale_block_table")
+def stale_table_without_harm(report: AlignReport) -> Diagnosis | None:
+    says = stale_block_table(report)
+    return Diagnosis("stale_block_table", f"{says} This time it did no harm.", "blocks") if says else None
+
+
+@procedure(COST, names="block_leaked")
+def blocks_not_released(report: AlignReport) -> Diagnosis | None:
+    left, many = report.decode.blocks_left if report.decode else 0, len(report.ids)
+    if left:
+        return Diagnosis("block_leaked", f"The numbers are right, but {counted(left, 'block')} of {many} "
+                         f"finished sequence{'s' * (many > 1)} never came back.", "blocks", {"left": left})
+
+
+COSTS = (read_too_much, ranks_drew_differently, drawn_by_parts_of_the_vocabulary, prefix_never_found,
+         tokens_computed_again, stale_table_without_harm, blocks_not_released)
