@@ -1,4 +1,5 @@
-"""What learners answer, right and wrong: text, one file a notebook, read by ``tests/course_tests/judge/test_exercises.py``.
+"""What learners answer, right and wrong: text, one file a notebook, read by
+``tests/course_tests/judge/test_exercises.py``.
 
 A line ``### NAME wrong`` or ``### NAME right`` begins an answer to that exercise; the lines below it are what the
 learner's cell holds. `torch`, `F` (torch.nn.functional) and the collectives with `rank` and `world_size` are imported
