@@ -2,10 +2,9 @@
 
 Some of them want the real model, smollm2: it is fetched first, once.
 
-With ``--forms``, instead, what can depend on a processor, once more: the engine's tests, held to AVX2 as on an older
-one, and with the fast path off; and the notebooks' stored text in these two forms and with two threads, each notebook
-in one form by turns, in another the next day. ``--forms all`` takes every notebook in every form, which is three times
-as long. With ``--browser``, instead, tests/browser: JupyterLab and the report as a person sees them.
+With ``--forms``, instead, the engine's tests once more: held to AVX2 as on an older processor, and with the fast path
+off. With ``--forms all``, also every notebook's stored text, in these two forms and with two threads. With
+``--browser``, instead, tests/browser: JupyterLab and the report as a person sees them.
 
 Two to four workers (pytest-xdist), because most tests wait for processes to start: on two cores they take little more
 than half of the time of one after the other. The tests of one file stay with one worker, for they share what is set up.
@@ -17,7 +16,6 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from datetime import date
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -57,12 +55,10 @@ FORMS = {"engine, held to AVX2": (AVX2, ["tests/fast", "tests/invariant", ON_A_P
          "engine, with the fast path off": (OFF, ["tests/llm", ON_A_POOL, "--ignore=tests/llm/test_llm_torchrun.py"])}
 
 
-def notebooks_in_forms(turn: int | None) -> dict[str, tuple[dict, list[str]]]:
-    """Parts like ``PARTS``: each notebook in one form, another with every ``turn``; without one, all in all forms."""
+def notebooks_in_forms() -> dict[str, tuple[dict, list[str]]]:
+    """Parts like ``PARTS``: every notebook in each form."""
     forms = {"held to AVX2": AVX2, "with the fast path off": OFF, "with two threads": TWO_THREADS}
-    return {f"notebooks, {form}": (settings, [*NBVAL, *(
-        notebook for at, notebook in enumerate(by_run_time()) if turn is None or (at + turn) % len(forms) == number)])
-        for number, (form, settings) in enumerate(forms.items())}
+    return {f"notebooks, {form}": (settings, [*NBVAL, *by_run_time()]) for form, settings in forms.items()}
 
 
 def pytest_command(options: list[str]) -> list[str]:
@@ -127,7 +123,7 @@ def main(parts: dict[str, tuple[dict, list[str]]] = PARTS) -> str | None:
 if __name__ == "__main__":
     replace_unprintable()
     try:
-        forms = FORMS | notebooks_in_forms(None if "all" in sys.argv[1:] else date.today().toordinal())
+        forms = FORMS | (notebooks_in_forms() if "all" in sys.argv[1:] else {})
         sys.exit(in_a_browser() if "--browser" in sys.argv[1:] else main(forms if "--forms" in sys.argv[1:] else PARTS))
     except KeyboardInterrupt:
         sys.exit(130)

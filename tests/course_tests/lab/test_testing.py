@@ -66,20 +66,15 @@ def test_every_file_of_tests_is_run_and_the_engines_in_each_form():
     assert all(f"def {name}(" in (ROOT / file).read_text() for file, *names in paths for name in names)
 
 
-def test_by_turns_every_notebook_is_run_in_every_form():
-    """Once in all on each day, and in three days once in each form."""
+def test_every_notebook_is_run_in_every_form():
     whole = sorted(testing.by_run_time())
-    days = [testing.notebooks_in_forms(day) for day in range(739_000, 739_003)]
-    assert all(sorted(notebook for _, options in day.values() for notebook in options[2:]) == whole for day in days)
-    for form, (settings, options) in testing.notebooks_in_forms(None).items():
-        assert options[:2] == testing.NBVAL and sorted(options[2:]) == whole
-        assert sorted(notebook for day in days for notebook in day[form][1][2:]) == whole
-        assert all(day[form][0] == settings and day[form][1][:2] == testing.NBVAL for day in days)
-    assert [settings for settings, _ in testing.notebooks_in_forms(None).values()] == [
+    for settings, options in testing.notebooks_in_forms().values():
+        assert options[:2] == testing.NBVAL and sorted(options[2:]) == whole and settings
+    assert [settings for settings, _ in testing.notebooks_in_forms().values()] == [
         testing.AVX2, testing.OFF, testing.TWO_THREADS]
 
 
-@pytest.mark.parametrize("words, ran", [([], {"unit"}), (["--forms", "turns"], {"engine", "by turns"}),
+@pytest.mark.parametrize("words, ran", [([], {"unit"}), (["--forms", "engine"], {"engine"}),
                                         (["--forms", "all"], {"engine", "all"}), (["--browser"], {"browser"})])
 def test_the_words_choose_what_is_run(words, ran, monkeypatch):
     """Each part in its place: the unit tests, the engine's forms, the notebooks' forms, the browser."""
@@ -104,8 +99,8 @@ def test_the_words_choose_what_is_run(words, ran, monkeypatch):
     assert any("tests/fast" in command and env["ATEN_CPU_CAPABILITY"] == "avx2" for command, env in commands) == (
         "engine" in ran)
     assert any("tests/browser" in command for command, _ in commands) == ("browser" in ran)
-    assert each == all_of_them * (3 if "all" in ran else 1 if {"unit", "by turns"} & ran else 0)
-    assert any(env["OMP_NUM_THREADS"] == "2" for command, env in commands if env) == ("engine" in ran)
+    assert each == all_of_them * (3 if "all" in ran else int("unit" in ran))
+    assert any(env["OMP_NUM_THREADS"] == "2" for command, env in commands if env) == ("all" in ran)
 
 
 def test_a_part_runs_on_workers_and_leaves_bytecode(tmp_path, monkeypatch, capfd):
