@@ -8,6 +8,7 @@ from tplab import LLM, SamplingParams
 from tplab.align import check
 from tplab.checkpoint import open_checkpoint
 from tplab.engine.runner import token_positions
+from tplab.faults import fault
 from tplab.patch import Patch, original
 from tplab.record import record
 
@@ -27,7 +28,7 @@ def prompts(ckpt):
     return [ids + ids[:12], ids + ids[:16] + ids[20:25]]
 
 
-def recorded(folder, ckpt, prompts, *patches):
+def recorded(folder, ckpt, prompts, *faults):
     """Record the engine with drafts. The texts that it writes, and the second prompt's tokens found in the cache."""
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     with record(folder, rank=0, world_size=1) as rec:
@@ -44,7 +45,7 @@ def recorded(folder, ckpt, prompts, *patches):
             return original(STEP)(runner, scheduler_output)
 
         with LLM(ckpt, 1, logical=True, block_size=4, num_speculative_tokens=4,
-                 patches=[Patch(STEP, execute_model), *patches]) as llm:
+                 patches=[Patch(STEP, execute_model), *map(fault, faults)]) as llm:
             outputs = [llm.generate([prompt], params, use_tqdm=False)[0] for prompt in prompts]
     return [list(one.outputs[0].token_ids) for one in outputs], outputs[1].metrics.prefix_hit_tokens
 

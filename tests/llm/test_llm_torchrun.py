@@ -35,13 +35,13 @@ def expected():
 
 SCRIPT = """
 import json, os, sys
-from tplab import cli
+from tplab import cli, faults
 from tplab.llm import SamplingParams, open_llm
 folder, file, *command = sys.argv[1:]
 assert not cli.main(command)
 found = []
-for patches in [], ["shard_dim1"], ["rope_missing"], ["qkv_order"]:
-    with open_llm(folder, 2, patches=patches) as llm:
+for names in [], ["shard_dim1"], ["rope_missing"], ["qkv_order"]:
+    with open_llm(folder, 2, patches=faults.as_patches(names)) as llm:
         if llm:
             params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
             found.append(llm.generate([1, 2, 3], params)[0].outputs[0].token_ids)
@@ -77,11 +77,12 @@ def test_a_bad_request_under_torchrun_ends_all_ranks(done):
 
 def test_patches_are_applied_on_every_rank_while_loading_and_in_steps(done):
     """Rank 0 alone had them, and only in its steps: half of a fault is another fault."""
+    from tplab import faults
     from tplab.llm import LLM, SamplingParams
 
     params, expected = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True), []
-    for patches in [], ["shard_dim1"], ["rope_missing"], ["qkv_order"]:
-        with LLM(done.checkpoint, 2, logical=True, patches=patches) as llm:
+    for names in [], ["shard_dim1"], ["rope_missing"], ["qkv_order"]:
+        with LLM(done.checkpoint, 2, logical=True, patches=faults.as_patches(names)) as llm:
             expected.append(llm.generate([1, 2, 3], params)[0].outputs[0].token_ids)
     assert json.loads((done.folder / "patched.json").read_text()) == expected and len(set(map(str, expected))) == 4
 

@@ -52,8 +52,8 @@ class LLM:
             (:mod:`tplab.invariant`; slower).
         num_speculative_tokens: the most draft tokens of a greedy request in one step (n-gram drafts); those that the
             model itself would have chosen are kept.
-        patches: faults, their names, or :class:`tplab.patch.Patch` objects, applied while loading and in every step,
-            on the ranks and in the scheduler.
+        patches: faults (``tplab.faults.fault(name)``) or :class:`tplab.patch.Patch` objects, applied while loading and
+            in every step, on the ranks and in the scheduler.
         pool: the ranks; ``shared_pool(tensor_parallel_size)`` if None.
         logical: run the ranks as threads of this process instead (for wide sweeps in tests).
         executor: ``tensor_parallel_size`` → another way to reach the ranks (see ``executor.py``).

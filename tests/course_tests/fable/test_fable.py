@@ -3,8 +3,6 @@
 import hashlib
 import json
 import re
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
@@ -194,7 +192,3 @@ def test_the_model_remembers(model):
     assert all(report.percent(kind) >= 95 for kind in report.counts()), str(report)
     assert report.grammatical >= 95
 
-
-def test_the_room_is_light():
-    code = "import course.fable, sys; print([m for m in ('torch', 'transformers') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
