@@ -1,14 +1,13 @@
-"""Notebook 02: rows of a weight, several in one, heads for ranks, column, row, one sum; a norm of a part."""
+"""Notebook 02: rows of a weight, several in one, heads for ranks, column, row, one sum."""
 
 from dataclasses import replace
 
 import torch
 
 from course.judge.exercise import Example, Exercise, Most, at
-from course.judge.experts_toys import toy_full_width
 from course.judge.toy_checkpoint import ToySource
 from course.judge.words import NotYet
-from course.judge.work import Multiplications, beside_hugging_face, dealt, numbers, pair
+from course.judge.work import Multiplications, dealt, numbers, pair
 from tplab.align import reassemble
 from tplab.checkpoint.layout import read_part, tensor_parts
 from tplab.patch import Patch, applied, original
@@ -16,7 +15,6 @@ from tplab.ranks import all_reduce, rank, world_size
 from tplab.shard import split_evenly
 
 SHARDS = "on {ranks}, the shards are the checkpoint bit for bit, and every trace point agrees with Hugging Face"
-NORM = "tplab.model.attention.FullWidthNorm."
 ALONE = "one rank has nothing to cut, so two and three logical ranks have judged it"
 
 
@@ -139,55 +137,6 @@ def models_own(setting):
                     says="the weights of the model")]
 
 
-def my_full_width_norm(x, weight, eps, heads):
-    own, earlier = heads[rank()], heads[:rank()]
-    first = [not any(head in other for other in earlier) for head in own]
-    squares = x.float().pow(2).sum(-1)[:, first].sum(-1)              # [tokens]: of this rank
-    mean = all_reduce(squares) / weight.numel()
-    scaled = x.float() * torch.rsqrt(mean + eps)[:, None, None]
-    return (weight.view(-1, x.shape[-1])[own.start:own.stop] * scaled).to(x.dtype)
-
-
-def norms():
-    for tokens, dim, bounds, dtype in (
-            (4, 6, ((0, 4), (4, 8)), torch.float32), (5, 4, ((0, 3), (3, 5)), torch.float32),
-            (3, 8, ((0, 1), (0, 1), (1, 2), (1, 2)), torch.float32), (4, 4, ((0, 1), (0, 2), (1, 2), (1, 2)),
-                torch.float32),
-            (3, 6, ((0, 1), (0, 1)), torch.float32), (3, 6, ((0, 2), (2, 3), (3, 4)), torch.float32),
-            (5, 4, ((0, 3), (3, 5)), torch.float16)):
-        heads, count = [range(*bound) for bound in bounds], bounds[-1][1]
-        # In float16, a square of more than 65504 is infinite: someone who squares in x's own dtype has only zeros.
-        x = numbers(tokens, count, dim, seed=dim) * (1 + torch.arange(count))[:,
-            None] * (1000 if dtype == torch.float16 else 1)
-        yield Example(x.to(dtype), (1 + 0.4 * numbers(count * dim, seed=1)).to(dtype), 0.4 if tokens == 5 else 1e-6,
-            heads,
-                      ranks=len(heads), says=f"ranks with heads "
-                                             f"{', '.join(f'{one.start}–{one.stop - 1}' for one in heads)}"
-                      + " in float16" * (dtype == torch.float16))
-
-
-def own_heads(answer, x, weight, eps, heads):
-    x = x[:, heads[rank()].start:heads[rank()].stop].contiguous()
-    before = x.clone()
-    yield "it returns", answer(x, weight, eps, heads)
-    yield "x is as it was", x.equal(before), True
-
-
-def norm_of(answer) -> list[Patch]:
-    """The engine's norm over all heads, by a learner's function: once for q, once for k."""
-    def __init__(self, plan):
-        original(NORM + "__init__")(self, plan)
-        self.plan = plan
-
-    def __call__(self, q_norm, k_norm, q, k):
-        return tuple(answer(x, norm.weight, norm.eps, [getattr(shard, kind) for shard in self.plan.ranks])
-                     for norm, x, kind in ((q_norm, q, "q_heads"), (k_norm, k, "kv_heads")))
-
-    return [Patch(NORM + "__init__", __init__), Patch(NORM + "__call__", __call__)]
-
-
-_ROOT = "torch.rsqrt(mean + eps)[:, None, None]"
-_MEAN = "all_reduce(squares) / weight.numel()"
 _READ = "range(first // group, (end - 1) // group + 1)"
 _Q = "range(first, end)"
 EXERCISES = [
@@ -260,38 +209,4 @@ EXERCISES = [
         "every rank multiplies with the first inner features": "first:end -> 0:end - first",
     }, "x upᵀ downᵀ + bias on every rank, each with its own share of the work, and one all_reduce; the model's own MLP "
        "weights on {ranks}, too", multiplied, more=models_own, engine=lambda setting, answer: None, dims=
-           "token, hidden", alone=ALONE),
-    Exercise("02", my_full_width_norm, norms, {
-        "each rank takes the mean of its own heads: this norm has one mean, over all heads of the model":
-            f"{_MEAN} -> x.float().pow(2).mean((1, 2))",
-        "each head is normalised by itself, as Qwen3 has it: this norm has one mean, over all heads":
-            f"{_ROOT} -> torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + eps)",
-        "each rank divides the sum of its own squares by the number of all: where are the sums added up?":
-            "all_reduce(squares) -> x.float().pow(2).sum((1, 2))",
-        "the ranks' means are averaged, and a rank with more heads counts more":
-            f"{_MEAN} -> all_reduce(x.float().pow(2).mean((1, 2))) / world_size()",
-        "the ranks' means are added up: a sum of means is no mean":
-            f"{_MEAN} -> all_reduce(x.float().pow(2).mean((1, 2)))",
-        "a head that two ranks hold counts twice; a KV head is one head, wherever its copies are": (
-            "[:, first] -> ", "[:, first] ->  ;; weight.numel() -> (sum(map(len, heads)) * x.shape[2])"),
-        "a head that several ranks hold counts on none of them: it must count once":
-            "not any(head in other for other in earlier) -> sum(head in other for other in heads) == 1",
-        "this is the sum of the squares, not their mean": " / weight.numel() -> ",
-        "eps is not added to the mean": " + eps -> ",
-        "eps is added on each rank, so the sum has it once for every rank: add it once, to the mean":
-            "+ eps -> + world_size() * eps",
-        "this multiplies by the root, and must divide by it: rsqrt is asked for": "torch.rsqrt -> torch.sqrt",
-        "the root is missing: this divides by the mean of the squares": "torch.rsqrt(mean + eps) -> (1 / (mean + eps))",
-        "the weight is missing": "weight.view(-1, x.shape[-1])[own.start:own.stop] * scaled -> scaled",
-        "every rank takes the first weights there are; where do its heads begin?":
-            "[own.start:own.stop] -> [:len(own)]",
-        "1 is added to the weight, as in Gemma": "(weight.view -> (1 + weight.view",
-        "one mean is taken over all tokens; each has its own": f"{_ROOT} -> torch.rsqrt(mean.mean() + eps)",
-        "the squares do not fit into the dtype of x; compute in float32": "x.float().pow -> x.pow",
-        "these are the numbers that went in": "x.float() * torch.rsqrt(mean + eps)[:, None, None] -> x ;; "
-            "weight.view(-1, x.shape[-1])[own.start:own.stop] * scaled -> scaled",
-    }, "every head is divided by the root of one mean, over all heads, with one collective; on {ranks}, an OLMo-2 "
-       "agrees "
-       "with Hugging Face", own_heads, norm_of, lambda setting, answer: beside_hugging_face(setting,
-           toy_full_width(), [False]),
-             dims="token, head here, number", alone=ALONE)]
+           "token, hidden", alone=ALONE)]

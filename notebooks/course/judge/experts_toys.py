@@ -1,4 +1,4 @@
-"""Notebook 12: small random models, one with experts and one with a norm over all heads."""
+"""Notebook 12: a small random model with experts."""
 
 import functools
 
@@ -14,9 +14,3 @@ def toy_experts() -> Checkpoint:
     """A Qwen3 mixture of experts of odd sizes with 7 experts, 2 for a token."""
     return random_model("qwen3_moe", 6, 2, head_dim=6, num_experts=7, num_experts_per_tok=2, moe_intermediate_size=13,
                         norm_topk_prob=True, **_SIZES)
-
-
-@functools.cache
-def toy_full_width() -> Checkpoint:
-    """An OLMo-2: q and k are normalised over all heads."""
-    return random_model("olmo2", 6, 2, **_SIZES)
