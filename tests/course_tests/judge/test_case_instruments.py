@@ -97,19 +97,6 @@ def engine(monkeypatch):
     return runs
 
 
-def test_what_the_sealed_engine_writes(engine):
-    case = opened(Trial("", [IDS[:9], IDS[:5]], 3, {"one_by_one": True, "max_num_seqs": 2}))
-    assert case.generate() == [[6, 7], [2, 7]] and case.runs_left == 7
-    assert engine == [(2, {"patches": (), "block_size": 4, "max_num_seqs": 2}), ([IDS[:6]], 0, 12, True, False),
-                      ([IDS[:2]], 0, 12, True, False)]
-    engine.clear()
-    assert case.generate([[1, 2, 3], [4]], 5, block_size=8, one_by_one=False) == [[3, 7], [1, 7]]
-    assert engine == [(2, {"patches": (), "block_size": 8, "max_num_seqs": 2}), ([[1, 2, 3], [4]], 0, 5, True, False)]
-    engine.clear()
-    opened(Trial("", [IDS[:3]], 0, {"block_size": 16})).generate()
-    assert engine[0] == (2, {"block_size": 16})
-
-
 def test_the_reported_run_is_shown_beside_hugging_faces(engine, monkeypatch, capsys):
     counts = []
     monkeypatch.setattr(sealed, "hf_greedy", lambda ckpt, prompt, count: counts.append(count) or [len(prompt), 7 + (

@@ -1,7 +1,6 @@
 """The learner's own engine: all solutions together write what Hugging Face writes; what is missing or lost is said."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -141,36 +140,6 @@ def test_a_loader_is_asked_where_tensors_lie_apart_and_counts_what_it_filled():
     assert logical_ranks(1, load) == [True]
     broken = Pieces({"my_load": lambda ckpt, plan, r: 1 / 0})
     assert lesson.your_engine(broken, lesson.fused_copy(fable), [IDS], 3) != [[]], "fused: the lab's loads it"
-
-
-@pytest.mark.parametrize("driven", [True, False])
-def test_the_engine_is_asked_for_small_blocks_and_greedy_tokens_to_the_end(driven, monkeypatch):
-    class Engine:
-        def __init__(self, *given, **options):
-            asked.append((given, options))
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *exc):
-            asked.append("closed")
-
-        def generate(self, prompts, params, use_tqdm):
-            asked.append((prompts, params.temperature, params.max_tokens, params.ignore_eos, use_tqdm))
-            return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=(7, 8))]) for _ in prompts]
-
-    def my_generate(step, prompt, count):
-        asked.append((type(step.llm), step.count, prompt, count))
-        return prompt
-
-    asked = []
-    monkeypatch.setattr("tplab.LLM", Engine, raising=False)
-    monkeypatch.setattr("course.exercises.own_engine.LLM", Engine)
-    parts = Pieces({"my_generate": my_generate} if driven else {})
-    found = lesson.your_engine(parts, "m", [(1, 2), (3,)], 5, tensor_parallel_size=3, dtype="float64")
-    assert found == ([[1, 2], [3]] if driven else [[7, 8], [7, 8]])
-    assert asked == [(("m", 3, "float64"), {"block_size": 4, "strict": True}), *(
-        [(Engine, 5, [1, 2], 5), (Engine, 5, [3], 5)] if driven else [([[1, 2], [3]], 0, 5, True, False)]), "closed"]
 
 
 def test_of_several_pieces_the_first_that_fails_by_itself_is_named(solved, capsys):
