@@ -1,38 +1,10 @@
 """A case file. It holds the solution: do not read on if you want to solve the case."""
 
-from course.cases.case_file import Bug, CaseFile, Trial
+from course.cases.case_file import Bug, CaseFile, Trial, edited
 from tplab.faults.fault import two_ranks
-from tplab.model.trace import point
 from tplab.ranks import all_reduce, world_size
 
-
-def forward(self, hidden, cos, sin, context):
-    name = f"layers.{self.layer}."
-    normed = self.input_layernorm(hidden)
-    point(name + "input_norm", normed)
-    hidden = hidden + self.self_attn(normed, cos, sin, context)
-    point(name + "residual", hidden)
-    normed = self.post_attention_layernorm(hidden)
-    point(name + "post_norm", normed)
-    out = self.mlp(normed)
-    if world_size() > 1:
-        out = all_reduce(out)
-    hidden = hidden + out
-    point(name + "output", hidden)
-    return hidden
-
-
-def my_forward(self, hidden, cos, sin, context):
-    name = f"layers.{self.layer}."
-    normed = self.input_layernorm(hidden)
-    point(name + "input_norm", normed)
-    hidden = hidden + self.self_attn(normed, cos, sin, context)
-    point(name + "residual", hidden)
-    normed = self.post_attention_layernorm(hidden)
-    point(name + "post_norm", normed)
-    hidden = hidden + self.mlp(normed)  # already the sum of all ranks
-    point(name + "output", hidden)
-    return hidden
+forward = edited("DecoderLayer.forward", "self.mlp(normed) -> all_reduce(self.mlp(normed))", all_reduce=all_reduce)
 
 
 def halved(self, hidden, cos, sin, context):
@@ -58,7 +30,7 @@ CASE = CaseFile(
            "it worse. There is no error and no NaN, and all ranks agree with each other. It began when the MLP became "
            "a separate module.",
     trials=trials, needs=two_ranks,
-    bugs=(Bug("DecoderLayer.forward", forward, my_forward,
+    bugs=(Bug("DecoderLayer.forward", forward,
               "a complete sum is added up over the ranks a second time", "all_reduce_twice"),),
     why={
         "The MLP returns a complete sum to the block, and the block adds up the ranks' equal copies of it: the MLP "
@@ -83,14 +55,4 @@ CASE = CaseFile(
     production="On two ranks the answers look right again, so the change is shipped. The first customer with four "
                "ranks gets nonsense. Dividing the second sum away also leaves one more all-reduce in every layer of "
                "every step.",
-    story="The report says *worse with each rank*, so something grows with their number. One run of align is enough: "
-          "layers.0.output is the first guilty point, and mlp before it is not. So the MLP's own all-reduce is right, "
-          "and something after it is wrong. (output - residual) / mlp is the number of ranks, everywhere. The op log "
-          "agrees: it has three all-reduces in a layer, where Megatron-LM's pattern has two. The third one is in the "
-          "block's code. Remove it; dividing by the number of ranks would only hide it.",
-    sources=(("SGLang: on one path a shared expert was whole on every rank, and the sum after the experts counted it "
-              "once for each. The merged change gives it a weight of one over the number of ranks.",
-              "https://github.com/sgl-project/sglang/pull/26845"),
-             ("vllm-rbln: a replicated shared expert was inside the all-reduce of the experts' sum; the fix adds it "
-              "after the sum.", "https://github.com/RBLN-SW/vllm-rbln/pull/960")),
 )

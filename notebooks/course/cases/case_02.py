@@ -13,11 +13,6 @@ def load(self, parameter, *sources):
     getattr(self, parameter).data.copy_(torch.cat(parts))
 
 
-def my_load(self, parameter, *sources):
-    parts = [column_shard(source, rows) for source, rows in zip(sources, self.ranges, strict=True)]
-    getattr(self, parameter).data.copy_(torch.cat(parts))  # in the order in which split takes them apart
-
-
 def whole(self, parameter, *sources):
     parts = [source[:][rows.start:rows.stop] for source, rows in zip(sources, self.ranges, strict=True)]
     getattr(self, parameter).data.copy_(torch.cat(parts))
@@ -41,7 +36,7 @@ CASE = CaseFile(
            "and nothing unexpected. The language is right and everything else is wrong, the same with one rank as with "
            "{ranks}. We compared the checkpoint's checksum with the hub's: it is the right file.",
     trials=trials,
-    bugs=(Bug("MergedColumnParallelLinear.load", load, my_load,
+    bugs=(Bug("MergedColumnParallelLinear.load", load,
               "weights are stored in another order than the checkpoint's", "gate_up_order"),),
     why={
         "Of two merged projections the second is stored first, and the split uses the first as the gate: the "
@@ -66,15 +61,4 @@ CASE = CaseFile(
     production="A rank that reads whole tensors and cuts afterwards reads the checkpoint as many times as there are "
                "ranks, and holds each tensor twice while it loads. A model that just fits into a card's memory no "
                "longer loads.",
-    story="It is wrong on one rank, too, so sharding is not the cause. After one run, mlp_act is the first guilty "
-          "point. It is computed from gate, up and the activation. Exchange the two halves of the fused weight, and "
-          "every digit fits. Is the writing wrong or the reading? reassemble compares with the file: gate_proj and "
-          "up_proj differ on every rank. So it is the loader, and its comment says why: *as the fused kernel wants "
-          "them*. This bug comes back often because its result is finite and plausible: both halves have the same "
-          "shape.",
-    sources=(("nntrainer: its converter writes up before gate, and one branch read gate first. The output was finite "
-              "and plausible, and was wrong more than once before a comparison with the reference showed 1e-2 instead "
-              "of 3e-5.", "https://github.com/nntrainer/nntrainer/pull/4194"),
-             ("tinker-cookbook: parts of up were merged into the rows of gate, for six models; the index now comes "
-              "from the original name.", "https://github.com/thinking-machines-lab/tinker-cookbook/pull/459")),
 )

@@ -1,6 +1,6 @@
 """A case file. It holds the solution: do not read on if you want to solve the case."""
 
-from course.cases.case_file import Bug, CaseFile, Trial, edited, engines_own
+from course.cases.case_file import Bug, CaseFile, Trial, edited
 from tplab import patch
 from tplab.align import align
 from tplab.align.run import check_prompts
@@ -8,7 +8,7 @@ from tplab.faults.rope import ropes
 
 PLACE = "Rotary.__init__"
 # The frequencies stay in float32, whatever the model's dtype.
-__init__, my_init = edited(PLACE, "self.make(config) -> self.make(config).to(torch.bfloat16)"), engines_own(PLACE)
+__init__ = edited(PLACE, "self.make(config) -> self.make(config).to(torch.bfloat16)")
 
 
 def back(self, config):
@@ -45,7 +45,7 @@ CASE = CaseFile(
            "the last release, modules are cast to the model's dtype in one place; we run float32 weights here, and the "
            "scores drop all the same.",
     trials=trials, needs=fixed, user_output=user_output, below_bfloat16=True,
-    bugs=(Bug(PLACE, __init__, my_init, "numbers are rounded to too few digits", "rope_dtype"),),
+    bugs=(Bug(PLACE, __init__, "numbers are rounded to too few digits", "rope_dtype"),),
     why={
         "The frequencies of the rotation are rounded to bfloat16, and each position multiplies their error.": "",
         "Theta differs from the checkpoint's, so far tokens look near.":
@@ -69,16 +69,4 @@ CASE = CaseFile(
     false_repairs=({PLACE: back},),
     production="Casting back changes the dtype in the log and no digit: the digits that bfloat16 dropped are lost, and "
                "long contexts still score fifteen points less.",
-    story="If errors grow with length, the cause is a position or the cache. A plain forward pass has no cache, so run "
-          "align first, with a long prompt. q is right and q_rope is not, in all layers, by the same factor. There is "
-          "no error at position 0, a little at 1, and a hundred times as much at 100: the angle is wrong by a fixed "
-          "share, so a frequency is wrong. With a wrong theta the error would change regularly from pair to pair. Here "
-          "it does not, and no pair is wrong by more than one part in 256, which is the rounding of bfloat16. The "
-          "rotary module is cast together with the rest of the model; a later .float() does not bring the digits back. "
-          "Remove the cast.",
-    sources=(("NeMo Automodel: a cast of the whole model rounded the frequency buffer, and a later float() could not "
-              "bring the digits back. It was found because a reloaded checkpoint differed from transformers; the fix "
-              "was merged for seven families of models.", "https://github.com/NVIDIA-NeMo/Automodel/pull/2549"),
-             ("transformers: for Llama and Gemma the angles were computed in bfloat16 under autocast; since the change "
-              "they are forced to float32.", "https://github.com/huggingface/transformers/pull/29285")),
 )

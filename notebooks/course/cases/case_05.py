@@ -11,11 +11,6 @@ def offer(scores_here, first):
     return torch.stack([scores.double(), (ids + first).double()], dim=-1)
 
 
-def my_offer(scores_here, first):
-    scores, ids = scores_here.max(dim=-1)  # logits of all ranks can be compared; probabilities of parts cannot
-    return torch.stack([scores.double(), (ids + first).double()], dim=-1)
-
-
 def softened(scores_here, first):
     scores, ids = scores_here.float().softmax(-1).max(dim=-1)
     return torch.stack([scores.double(), (ids + first).double()], dim=-1)
@@ -33,7 +28,7 @@ CASE = CaseFile(
            "text on {ranks} ranks differs from that on one rank, from some word on, every time. Temperature is 0. All "
            "ranks print the same token. Since last week we log probabilities with each token.",
     trials=trials, needs=two_ranks,
-    bugs=(Bug("offer", offer, my_offer, "a part is used as if it were the whole", "softmax_before_gather"),),
+    bugs=(Bug("offer", offer, "a part is used as if it were the whole", "softmax_before_gather"),),
     why={
         "Each rank normalizes the scores of its own part of the vocabulary, so a rank without any good word offers its "
         "best one with a high probability.": "",
@@ -56,15 +51,4 @@ CASE = CaseFile(
     false_repairs=({"offer": softened},),
     production="A probability among 24,000 words is compared with one among another 24,000. The more ranks there are, "
                "the fewer words each has, and the higher is the probability of a bad word.",
-    story="If the logits are right and the text is wrong, the cause is between them: the sampler. The report has the "
-          "drawn tokens. In some places they differ from the argmax of the gathered logits, and then they are always "
-          "the best word of another rank. All ranks agree, so they choose together, but from wrong offers: offer "
-          "computes a log-softmax first. Its sum runs over this rank's words only. A softmax needs the whole "
-          "vocabulary, its largest logit and its sum over all ranks. To choose the best word, the logits are enough.",
-    sources=(("TensorRT-LLM: on one path each rank took the argmax of its own shard of the vocabulary; the merged fix "
-              "gathers every rank's best value and index, and picks the largest.",
-              "https://github.com/NVIDIA/TensorRT-LLM/pull/16440"),
-             ("tt-metal: log-probabilities were normalized over each device's part of the vocabulary, because the "
-              "gather was skipped for one shape of the mesh; a test that accepted constants as equal did not find it.",
-              "https://github.com/tenstorrent/tt-metal/pull/47806")),
 )

@@ -1,6 +1,8 @@
 """A case file. It holds the solution: do not read on if you want to solve the case."""
 
-from course.cases.case_file import Bug, CaseFile, Trial
+from course.cases.case_file import Bug, CaseFile, Trial, engines_own
+
+my_positions = engines_own("token_positions")
 
 
 def token_positions(segment):
@@ -8,10 +10,6 @@ def token_positions(segment):
         first = max(segment.start, segment.prompt_length)
         return range(first, first + 1)
     return range(segment.start, segment.start + segment.count)
-
-
-def my_positions(segment):
-    return range(segment.start, segment.start + segment.count)  # after the computed tokens, for any count
 
 
 def unless_chunk(segment):
@@ -36,7 +34,7 @@ CASE = CaseFile(
            "transformers. 32, 34, and 35 to 48 are right. 49 is wrong again. In chunks of 32 the wrong lengths are 33 "
            "and 65. It is the same with {ranks} ranks as with one. At first we did not believe the fuzzer.",
     trials=trials,
-    bugs=(Bug("token_positions", token_positions, my_positions, "a special case is recognised by the wrong condition",
+    bugs=(Bug("token_positions", token_positions, "a special case is recognised by the wrong condition",
               "rope_positions"),),
     why={
         "A single token is treated as one that decodes and gets a position after the prompt; the last chunk of a "
@@ -61,16 +59,4 @@ CASE = CaseFile(
     false_repairs=({"token_positions": unless_chunk},),
     production="The prefix cache leaves a single token to compute when a prompt is repeated that is one token longer "
                "than its full blocks. That token still gets the wrong position, without any chunks.",
-    story="A bug that shows at single lengths follows from arithmetic. 33 and 49 with chunks of 16, 33 and 65 with 32: "
-          "the remainder is 1. So run the decode path with these chunks. The report has one guilty row, the prompt's "
-          "last, at q_rope: its position is too large by one. The function that makes positions treats a single token "
-          "as a decoding one and puts it after the prompt. Where else is a single token computed? After a prefix hit, "
-          "and after a preemption. The position of a token is the number of tokens computed before it, without special "
-          "cases.",
-    sources=(("vLLM: when the budget of a step was nearly used up, a new request could get one token, and was then "
-              "treated as one that decodes: a Mamba layer read another request's state.",
-              "https://github.com/vllm-project/vllm/pull/32118"),
-             ("vllm-ascend: a prompt with just one token more than the number of drafts was treated as a decode step, "
-              "and accuracy fell; the merged fix tests whether anything has been computed.",
-              "https://github.com/vllm-project/vllm-ascend/pull/6835")),
 )

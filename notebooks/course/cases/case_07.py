@@ -1,7 +1,7 @@
 """A case file. It holds the solution: do not read on if you want to solve the case."""
 
 from course.cases.case_file import Bug, CaseFile, Trial
-from tplab.ranks import all_gather, all_reduce, rank, world_size
+from tplab.ranks import all_gather, rank, world_size
 
 
 def reduce(self, partial):
@@ -9,10 +9,6 @@ def reduce(self, partial):
         return partial
     everyone = all_gather(partial, dim=-1).split(partial.shape[-1], dim=-1)
     return partial + everyone[rank() - 1]  # the left neighbour's summand
-
-
-def my_reduce(self, partial):
-    return all_reduce(partial)  # the summands of all ranks
 
 
 def two_hops(self, partial):
@@ -38,7 +34,7 @@ CASE = CaseFile(
            "traffic. The first machine with more cards writes nonsense; here it is with {ranks} ranks. Same model, "
            "same prompt, no error, no hang, and nothing unusual in the op log.",
     trials=trials, needs=three_ranks,
-    bugs=(Bug("RowParallelLinear.reduce", reduce, my_reduce, "a part is used as if it were the whole",
+    bugs=(Bug("RowParallelLinear.reduce", reduce, "a part is used as if it were the whole",
               "all_reduce_subset"),),
     why={
         "Each rank adds its left neighbour's summand to its own, which is the whole sum on two ranks only.": "",
@@ -61,14 +57,4 @@ CASE = CaseFile(
            "Two of them, on every rank: its own and that of one other rank."),
     false_repairs=({"RowParallelLinear.reduce": two_hops},),
     production="The next machine has one card more than your test, and the sum again lacks one summand.",
-    story="It is right on two ranks and wrong on more, so the code works only for two. One run on three ranks: "
-          "o_partial is right everywhere, o_proj is wrong everywhere, and each rank has another o_proj, although all "
-          "must have the same. So the sum is wrong. A rank's result minus its own partial is exactly its left "
-          "neighbour's partial: one step around a ring. On two ranks one step is the whole ring, so no test on two "
-          "ranks can find this. Test a collective on three ranks, and on an odd number.",
-    sources=(("rocSHMEM: reductions gave wrong results with more than two processing elements, because not all of them "
-              "had contributed. The fix was merged with the missing fences, and tested on two, four and eight.",
-              "https://github.com/ROCm/rocm-systems/pull/10000"),
-             ("FasterTransformer: a two-shot all-reduce was right only on device 0, because of an index in its gather.",
-              "https://github.com/NVIDIA/FasterTransformer/pull/672")),
 )

@@ -29,7 +29,7 @@ CASE = CaseFile(
            "right. It is the same with one rank as with {ranks}. We replayed a bad minute with a small cache: there it "
            "is reproducible.",
     trials=trials,
-    bugs=(Bug(PLACE, _admit, my_admit, "outdated data is used as if it were current",
+    bugs=(Bug(PLACE, _admit, "outdated data is used as if it were current",
               "preempted_not_recomputed"),),
     why={
         "A preempted sequence comes back as one that decodes: only its newest token is computed, and the keys of the "
@@ -53,15 +53,4 @@ CASE = CaseFile(
     false_repairs=({PLACE: the_first_time},),
     production="A sequence that is preempted twice still reads other sequences' keys. This happens when the load is "
                "highest, and it is hard to reproduce.",
-    story="It shows only under load: the cache is full, and a sequence is preempted. So use few blocks and the decode "
-          "path. One sequence is wrong, only in attn, from one step on: the step in which it came back. Its queries "
-          "and positions are right, so it reads wrong keys. The steps show it: the sequence comes back with all its "
-          "tokens, and computes one. Its blocks with their keys were given away; it got new blocks, and one key was "
-          "written into them. A preempted sequence keeps its tokens, but not its keys. Everything that is not found in "
-          "the prefix cache must be computed again.",
-    sources=(("Tenstorrent's fork of vLLM: a batch of only resumed requests could be treated as one that decodes "
-              "instead of one that reads; the merged change distinguishes them.",
-              "https://github.com/tenstorrent/vllm/pull/326"),
-             ("FastDeploy: a request that comes back after a preemption must prefill the tokens of its output as well "
-              "as its prompt's; merged.", "https://github.com/PaddlePaddle/FastDeploy/pull/3080")),
 )

@@ -117,17 +117,4 @@ CASE = CaseFile(
     false_repairs=(raised, tuned, same_words, same_direction),
     production="A tolerance that was raised until the test was green accepts a missing rotation. A tolerance that was "
                "tuned to this model is red for the next model, whose logits are larger.",
-    story="First find out whether anything is wrong. No point is guilty, in any dtype; in float64 the engine agrees to "
-          "about 1e-8 or exactly. So the difference in bfloat16 is rounding, and the question is whether it is too "
-          "large. transformers in bfloat16 is rounded as well, so it is not the right answer either. Its own distance "
-          "to float32 is the measure, and the engine's distance is the same on every number of ranks. A test that "
-          "compares these distances has no tolerance to tune, and still fails for an engine with a bug. An error that "
-          "is smaller than the rounding, for example a frequency of the rotation in bfloat16, shows in no test in "
-          "bfloat16; test in float32 for that.",
-    sources=(("LMOps: the logits of one and four ranks differ; the issue was closed with the explanation that half "
-              "precision and another way to multiply are enough for that, and that losses and metrics agree.",
-              "https://github.com/microsoft/LMOps/issues/130"),
-             ("TensorRT-LLM: a test of experts under tensor parallelism got a wider tolerance, after the order of "
-              "addition of the parts and the sum in float16 were found to be the cause.",
-              "https://github.com/NVIDIA/TensorRT-LLM/pull/12244")),
 )

@@ -2,9 +2,11 @@
 
 import torch
 
-from course.cases.case_file import Bug, CaseFile, Trial
+from course.cases.case_file import Bug, CaseFile, Trial, engines_own
 from tplab.shard import ShardPlan
 from tplab.shard.linear import column_shard
+
+my_load = engines_own("QKVParallelLinear.load")
 
 
 def load(self, parameter, *sources):
@@ -19,15 +21,6 @@ def causal_mask(positions, keys):
     newest = positions[0]  # of the batch
     mask = torch.arange(keys, device=positions.device) > newest[:, None]
     return mask.expand(len(positions), 1, *mask.shape)
-
-
-def my_load(self, parameter, *sources):
-    parts = [column_shard(source, rows) for source, rows in zip(sources, self.ranges, strict=True)]
-    getattr(self, parameter).data.copy_(torch.cat(parts))  # the checkpoint's own order
-
-
-def my_mask(positions, keys):
-    return (torch.arange(keys, device=positions.device) > positions[..., None])[:, None]  # one mask for each row
 
 
 def longest_mask(positions, keys):
@@ -57,9 +50,9 @@ CASE = CaseFile(
            "at a time, and most of those answers differ from what the same prompt gives alone. We rolled the hotfix "
            "back, because we do not understand it. This is the engine without it.",
     trials=trials, needs=grouped,
-    bugs=(Bug("QKVParallelLinear.load", load, my_load,
+    bugs=(Bug("QKVParallelLinear.load", load,
               "weights are stored in another order than the checkpoint's", "rope_permuted_rows"),
-          Bug("causal_mask", causal_mask, my_mask, "one sequence's length is used for the whole batch",
+          Bug("causal_mask", causal_mask, "one sequence's length is used for the whole batch",
               "mask_of_another_row")),
     why={
         "Two causes: one makes every answer wrong, and hidden by it a second one makes only batches wrong.": "",
@@ -84,19 +77,4 @@ CASE = CaseFile(
                    {"QKVParallelLinear.load": my_load, "causal_mask": longest_mask}),
     production="The evaluation sends its prompts in order of length, so the changed engine passes it. Real traffic "
                "does not arrive in order of length.",
-    story="If something was repaired and is then wrong again, there can be two bugs, of which the larger hides the "
-          "smaller. So align one prompt first: layers.0.k is guilty, v is not, and each key has the right numbers in "
-          "the wrong places. So it is an order, not a wrong weight. The fused layer's load reorders rows of k for "
-          "files in Meta's order. With that repaired (a patch over the sealed engine), one prompt is clean and three "
-          "are not: attn, only in decoded rows, in all prompts but the first. So it is neither positions nor blocks. "
-          "Each row of the batch sees as many keys as the first row. Repair both before you ship, and give each a test "
-          "that fails without it: one prompt, and three of different lengths, shortest first.",
-    sources=(("llama.cpp: the converter reordered the rows of k by a number of heads that was right for one model "
-              "only, and models with other groups wrote gibberish; the fix takes the number of KV heads.",
-              "https://github.com/ggml-org/llama.cpp/pull/3364"),
-             ("transformers had the same bug when reading GGUF, for q and k, until it used both numbers of heads.",
-              "https://github.com/huggingface/transformers/pull/31788"),
-             ("mlx-vlm: the answer of a row of a batch depended on how long its neighbour was, because the padding was "
-              "not masked; the merged change passes each row's padding on.",
-              "https://github.com/Blaizzy/mlx-vlm/pull/1946")),
 )

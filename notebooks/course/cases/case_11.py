@@ -59,7 +59,7 @@ CASE = CaseFile(
            "whole conversation is sent to a fresh server, the answer is right; with the prefix cache switched off it "
            "is right, too. It is the same with one rank as with {ranks}.",
     trials=trials, user_output=user_output, budget=9,
-    bugs=(Bug(PLACE, update_from_output, my_update,
+    bugs=(Bug(PLACE, update_from_output,
               "something is published before it is computed", "cached_before_computed"),),
     why={
         "A block can be found when its last token has been drawn, but its key is computed one step later: if the "
@@ -86,15 +86,4 @@ CASE = CaseFile(
     false_repairs=({PLACE: only_long}, {"BlockTable.get_computed_blocks": uncached}),
     production="Short conversations are right, but long ones, for which the prefix cache exists, are still wrong. If "
                "instead nothing is found any more, every turn computes all earlier turns again.",
-    story="One in sixteen with blocks of 16 points to the end of a block. With the cache off it is right: the second "
-          "turn reads what the first one left. So use two texts: the second begins with the first, and the first ends "
-          "at the end of a block. attn is wrong in every row of the second text and nowhere in the first; q, k and v "
-          "are right. So a key that it reads was never computed: the last token of an answer is drawn and not read "
-          "again, so no step computes its key. But its block is published as soon as its tokens are known. A block "
-          "must be published when its keys are written, not when its tokens are known.",
-    sources=(("vLLM: a change, closed unmerged, describes blocks that are put under their hash when they are given "
-              "out, before the forward pass has filled them, and a request of the same step that reads them.",
-              "https://github.com/vllm-project/vllm/pull/37152"),
-             ("vLLM, merged for Mamba layers: a request that needs a block of the current step waits for the next one.",
-              "https://github.com/vllm-project/vllm/pull/29387")),
 )

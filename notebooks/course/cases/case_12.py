@@ -2,33 +2,21 @@
 
 import secrets
 
-from course.cases.case_file import Bug, CaseFile, Trial
+from course.cases.case_file import Bug, CaseFile, Trial, edited, engines_own
 from tplab import patch
 from tplab.align.run import check_prompts
-from tplab.cache.blocks import block_key
 
+my_keys = engines_own("BlockTable.extend_keys")
 
-def extend_keys(self, token_ids, tokens):
-    size = self.pool.block_size
-    for start in range(len(self.keys) * size, tokens - size + 1, size):
-        parent = self.keys[-1] if self.keys else secrets.token_bytes(16)  # salted, against probing
-        self.keys.append(block_key(parent, token_ids[start:start + size]))
+my_positions = engines_own("token_positions")
 
-
-def my_keys(self, token_ids, tokens):
-    size = self.pool.block_size
-    for start in range(len(self.keys) * size, tokens - size + 1, size):
-        parent = self.keys[-1] if self.keys else b""  # equal beginnings have equal keys in all requests
-        self.keys.append(block_key(parent, token_ids[start:start + size]))
+extend_keys = edited("BlockTable.extend_keys", 'else b"" -> else secrets.token_bytes(16)  # salted, against probing',
+                     secrets=secrets)
 
 
 def token_positions(segment):
     first = segment.start if segment.count == 1 else 0  # a prompt begins at 0
     return range(first, first + segment.count)
-
-
-def my_positions(segment):
-    return range(segment.start, segment.start + segment.count)
 
 
 def nothing_found(self, token_ids):
@@ -65,9 +53,9 @@ CASE = CaseFile(
            "right, with one rank and with {ranks}, but it is slow. A colleague changed a fork so that prefixes are "
            "found, and its answers were wrong at once, so we dropped the fork. This is the engine before that.",
     trials=trials, user_output=user_output, budget=10,
-    bugs=(Bug("BlockTable.extend_keys", extend_keys, my_keys, "equal things are treated as different",
+    bugs=(Bug("BlockTable.extend_keys", extend_keys, "equal things are treated as different",
               "prefix_never_found"),
-          Bug("token_positions", token_positions, my_positions, "a special case is recognised by the wrong condition",
+          Bug("token_positions", token_positions, "a special case is recognised by the wrong condition",
               "rope_positions")),
     why={
         "Two causes: with the first, no prefix is ever found; the second makes tokens after a found prefix wrong, and "
@@ -95,16 +83,4 @@ CASE = CaseFile(
                    {"BlockTable.get_computed_blocks": nothing_found, "token_positions": my_positions}),
     production="With only the keys repaired, every request that finds its system prompt in the cache gets a wrong "
                "answer, as in the fork. If the cache stays useless, every request computes the system prompt again.",
-    story="The numbers are right, so count. Three texts with 24 tokens in common compute them three times. Blocks are "
-          "published under one key and looked up under another: the chain of keys starts with a value of the request "
-          "itself. This is one bug. The report says that there is another: with the first one repaired, answers were "
-          "wrong. So repair it, over the sealed engine, and align again. Now prefixes are found, and q_rope is wrong "
-          "in all rows after them, as if these positions started at 0. The second bug was always there, in code that "
-          "was never reached: if a cache never hits, the code after a hit is never tested.",
-    sources=(("vLLM: on a hybrid model three requests with the same long system prompt found 0 of 48,021 tokens; with "
-              "the fix they found 31,744. The thread has the numbers before and after.",
-              "https://github.com/vllm-project/vllm/issues/42948"),
-             ("vllm-metal restored keys and values from the prefix cache and left the offset to a side effect; a cache "
-              "without it continues at 0, and rotates by that. The merged change sets the offset itself.",
-              "https://github.com/vllm-project/vllm-metal/pull/144")),
 )

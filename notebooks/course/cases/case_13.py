@@ -10,11 +10,6 @@ def causal_mask(positions, keys, window=24):
     return ((behind < 0) | (behind >= window))[:, None]
 
 
-def my_mask(positions, keys):
-    behind = positions[..., None] - torch.arange(keys, device=positions.device)
-    return (behind < 0)[:, None]  # this model has no window: all earlier tokens are seen
-
-
 def wider(positions, keys, window=64):
     return causal_mask(positions, keys, window)
 
@@ -37,7 +32,7 @@ CASE = CaseFile(
            "prefix cache and without, for prompts and for generated text. It began when a second model family went "
            "live; this model's own code was not changed.",
     trials=trials, needs=no_window,
-    bugs=(Bug("causal_mask", causal_mask, my_mask, "a setting of one model is used for all models", "sliding_window"),),
+    bugs=(Bug("causal_mask", causal_mask, "a setting of one model is used for all models", "sliding_window"),),
     why={
         "A call of the mask without a window gets a window by default, and this model has none.": "",
         "Keys that are far back are overwritten in the cache.":
@@ -60,14 +55,4 @@ CASE = CaseFile(
     false_repairs=({"causal_mask": wider},),
     production="A larger default only moves the length at which it begins. The users with the longest texts still have "
                "wrong answers.",
-    story="Short prompts are right and long ones are not, on any number of ranks. So the cause is not sharding but a "
-          "distance. One run on a long prompt: q, k, v and both rotations are right; attn is guilty, and only from the "
-          "25th row on. Attention adds scores, mask and softmax to its inputs. If the first token is changed, rows 0 "
-          "to 23 of the first layer's attn change and later ones do not: they do not see it. That is a window of 24, "
-          "and the checkpoint's config has none. The mask's function has a new parameter with a default, for another "
-          "family, and every caller that does not set it gets this default.",
-    sources=(("transformers applied Qwen2's sliding_window although use_sliding_window was false: the first 4,096 rows "
-              "of logits agreed, and no later ones.", "https://github.com/huggingface/transformers/issues/38002"),
-             ("lmdeploy did not read use_sliding_window either.", "https://github.com/InternLM/lmdeploy/pull/3614"),
-             ("LightLLM removed Qwen2's windows again.", "https://github.com/ModelTC/LightLLM/pull/469")),
 )

@@ -2,7 +2,9 @@
 
 import torch
 
-from course.cases.case_file import Bug, CaseFile, Trial
+from course.cases.case_file import Bug, CaseFile, Trial, engines_own
+
+my_rope = engines_own("TensorParallelAttention.apply_rope")
 
 
 def apply_rope(self, q, k, cos, sin):
@@ -12,11 +14,6 @@ def apply_rope(self, q, k, cos, sin):
         cos, sin = (table[..., :size // 2].repeat(1, 1, 2) for table in (cos, sin))
     turned = self.rotate(*(x[..., :size].transpose(0, 1)[None] for x in (q, k)), cos, sin)
     return tuple(torch.cat([x[0].transpose(0, 1), whole[..., size:]], -1) for x, whole in zip(turned, (q, k)))
-
-
-def my_rope(self, q, k, cos, sin):
-    turned = self.rotate(q.transpose(0, 1)[None], k.transpose(0, 1)[None], cos, sin)
-    return tuple(x[0].transpose(0, 1) for x in turned)  # all of each head, for any number of tokens
 
 
 def keys_only(self, q, k, cos, sin):
@@ -44,7 +41,7 @@ CASE = CaseFile(
            "words of both are right. It is the same on one rank and on {ranks}. We compared a forward pass over the "
            "whole text, also for one user, and every number is right.",
     trials=trials, needs=plain_rope,
-    bugs=(Bug("TensorParallelAttention.apply_rope", apply_rope, my_rope, "a special case is computed by another rule",
+    bugs=(Bug("TensorParallelAttention.apply_rope", apply_rope, "a special case is computed by another rule",
               "rope_partial"),),
     why={
         "A token that is computed alone is rotated in only half of each head, although all of it must be rotated.": "",
@@ -68,16 +65,4 @@ CASE = CaseFile(
     false_repairs=({"TensorParallelAttention.apply_rope": keys_only},),
     production="A single user's queries are still rotated in only half of each head: the text is wrong exactly when "
                "one person tries the service alone, and right in every load test.",
-    story="A pass over the whole text is right and one token at a time is wrong, but only for a single sequence. So "
-          "some code depends on the number of tokens. One decode run with a single prompt: q and k are right, and "
-          "q_rope and k_rope are guilty in decoded rows but not in the prompt's. Compare with the right ones: the "
-          "first and the second quarter of a head are rotated with each other, and the second half is unchanged. Some "
-          "models rotate a part of each head. This one does not, but the function for small batches was written for "
-          "one that does.",
-    sources=(("cascadia rotated parts of heads with the wrong partners; the tests compared the tables, and not the "
-              "rotated heads.", "https://github.com/labscommunity/cascadia/pull/69"),
-             ("MLC-LLM's table for long contexts was as long as half a head, instead of half of the rotated part.",
-              "https://github.com/mlc-ai/mlc-llm/pull/3268"),
-             ("Two paths, two rules: a reader of SGLang's code asks whether a window counts the token itself, because "
-              "prompts and decoding disagree.", "https://github.com/sgl-project/sglang/issues/34354")),
 )

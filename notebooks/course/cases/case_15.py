@@ -22,10 +22,6 @@ def reduce(self, partial):
     return torch.cat([done, all_reduce(buffer[:len(second)])])
 
 
-def my_reduce(self, partial):
-    return all_reduce(partial)  # nothing is computed during the messages, so one is faster than two
-
-
 def for_longer_ones(self, partial):
     return all_reduce(partial) if len(partial) < 64 else reduce(self, partial)
 
@@ -54,7 +50,7 @@ CASE = CaseFile(
            "same with one rank as with {ranks}. It began with the release that made long prompts faster. The "
            "colleague who wrote that change never saw it on their own machine.",
     trials=trials,
-    bugs=(Bug("RowParallelLinear.reduce", reduce, my_reduce,
+    bugs=(Bug("RowParallelLinear.reduce", reduce,
               "memory is overwritten while it is still needed", "buffer_reused"),),
     why={
         "A sum is started in a buffer, and the buffer gets the next rows before the sum is computed: the first rows "
@@ -77,16 +73,4 @@ CASE = CaseFile(
     false_repairs=({"RowParallelLinear.reduce": for_longer_ones}, {"RowParallelLinear.reduce": patient}),
     production="A larger threshold moves the bug to longer prompts, and a pause is long enough only until a machine is "
                "busy: then the answers are wrong again.",
-    story="Short prompts are right, so find the length at which it begins: 31 is right, 32 is not. The first guilty "
-          "point is o_proj; its summands are right, and all ranks agree, also a single one. So the right ranks add up. "
-          "Row 0 of o_proj is row 22 of 43, and so on: the first half holds the second. Something was overwritten "
-          "before it was used, and the code shows it: a sum is started, the buffer is filled again, and only then "
-          "comes the wait. The sum uses what it finds. Elsewhere this is a race, which is usually won on a quiet "
-          "machine; here the lab computes sums as late as possible. The wait, and a copy out of the buffer, must come "
-          "before the buffer is filled again, or there must be a second buffer. But nothing is computed while the two "
-          "messages are sent, so one message with all rows is right and faster.",
-    sources=(("mori: two phases wrote to the same output buffers, and results were sometimes wrong, depending on which "
-              "was faster; the change copies them out.", "https://github.com/ROCm/mori/pull/93"),
-             ("aiter: a collective returned while other ranks still read its input; a script that fills the input with "
-              "NaN after the call finds NaN in the result.", "https://github.com/ROCm/aiter/pull/4082")),
 )

@@ -1,10 +1,12 @@
 """A case file. It holds the solution: do not read on if you want to solve the case."""
 
-from course.cases.case_file import Bug, CaseFile, Trial
+from course.cases.case_file import Bug, CaseFile, Trial, engines_own
 from tplab import patch
 from tplab.align.run import check_prompts
 
 DRAFTS = {"num_speculative_tokens": 4}
+
+my_num_accepted = engines_own("num_accepted")
 
 
 def num_accepted(draft, chosen):
@@ -14,13 +16,6 @@ def num_accepted(draft, chosen):
             break
         kept += 1
     return kept
-
-
-def my_num_accepted(draft, chosen):
-    for place, (drafted, own) in enumerate(zip(draft, chosen)):
-        if drafted != own:
-            return place
-    return len(draft)
 
 
 def all_that_agree(draft, chosen):
@@ -67,7 +62,7 @@ CASE = CaseFile(
            "was told that this is rounding: in bfloat16, a token's logits do not have the same bits after a draft. "
            "With the drafts off it does not happen. It is the same with one rank as with {ranks}.",
     trials=trials, user_output=user_output,
-    bugs=(Bug("num_accepted", num_accepted, my_num_accepted, "a guess is kept without a check",
+    bugs=(Bug("num_accepted", num_accepted, "a guess is kept without a check",
               "rejected_draft_kept"),),
     why={
         "The first guess of a draft is kept whatever the model chose in its place: each guess is compared with the "
@@ -94,16 +89,4 @@ CASE = CaseFile(
     false_repairs=({"num_accepted": all_that_agree}, {"num_accepted": long_ones}),
     production="Where the guesses happen to be right, the text is right. Repeated text, for example a quotation, is "
                "still wrong, and users check it first.",
-    story="If you are told that it is rounding, use a dtype that hardly rounds: in float64 it is the same, so it is a "
-          "bug. The first point outside the floor is embed, in one row, by as much as an embedding is large. So "
-          "another token was computed there than the text has, and no product was computed before it, so no kernel is "
-          "the cause. The token is the first guess of a draft. A guess can be wrong, but then it must not be kept. One "
-          "function says how many are kept. It must compare the first guess with the choice after the newest token, "
-          "the second with the choice after the first, and stop at the first that differs.",
-    sources=(("lattice: the first token of a draft was kept and never compared, so n-gram drafts changed greedy texts.",
-              "https://github.com/ohdearquant/lattice/issues/243"),
-             ("vLLM: a count of accepted tokens, in the sampler's metrics, that continued after the first rejected "
-              "one.", "https://github.com/vllm-project/vllm/pull/2658"),
-             ("transformers: the same symptom, and it was rounding.",
-              "https://github.com/huggingface/transformers/issues/39421")),
 )

@@ -15,7 +15,7 @@ from importlib import import_module
 from pkgutil import resolve_name
 
 from tplab.faults.fault import anywhere
-from tplab.patch import Patch
+from tplab.patch import Patch, original
 
 NOWHERE = "nowhere"  # the place to blame when the engine is innocent
 # What a learner can name and repair: the engine's core loop, in the order in which a step goes through it.
@@ -40,9 +40,13 @@ class Bug:
 
     place: str  # the guilty function, as :func:`places` calls it
     wrong: Callable  # the broken code
-    right: Callable  # the repair
     what: str  # the kind of mistake, among those of all cases
     fault: str  # what the diagnosis calls it
+
+    @property
+    def right(self) -> Callable:
+        """The repair: the engine's own code."""
+        return engines_own(self.place)
 
     @property
     def patches(self) -> tuple[Patch, ...]:
@@ -70,8 +74,6 @@ class CaseFile:
     # Repairs that leave a bug in, or pay for it elsewhere: {place: function}, or what `examine` takes.
     false_repairs: Sequence
     production: str  # what a repair that hides the symptom does to its users
-    story: str  # how to find it, step by step
-    sources: Sequence[tuple[str, str]]  # where it happened and what became of it: (words, link)
     budget: int = 8  # runs
     after: str = ""  # a notebook behind the cases' own that it is about
     below_bfloat16: bool = False  # its numbers differ by less than bfloat16 rounds
@@ -141,19 +143,20 @@ def patches_at(place: str, function: Callable) -> tuple[Patch, ...]:
 
 def engines_own(place: str) -> Callable:
     """The engine's own function at a place: the right code of a case, whatever it will be."""
-    return resolve_name(places()[place][0])
+    return original(places()[place][0])
 
 
-def edited(place: str, edits: str) -> Callable:
+def edited(place: str, edits: str, **names) -> Callable:
     """The engine's own function with its text changed: ``"old -> new ;; old -> new"``. So a change of the engine
-    changes the case, or raises ValueError where it has no ``old`` any more."""
+    changes the case, or raises ValueError where it has no ``old`` any more. ``names``: what the new text needs and the
+    engine's file does not have."""
     function = engines_own(place)
     source = textwrap.dedent(inspect.getsource(function))
     for old, new in (one.split(" -> ") for one in edits.split(" ;; ")):
         if source.count(old) != 1:
             raise ValueError(f"{place} of the engine has {source.count(old)} times {old!r}; the case changes one")
         source = source.replace(old, new)
-    file, space = f"<case: {place}>", dict(function.__globals__)
+    file, space = f"<case: {place}>", {**function.__globals__, **names}
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
     exec(compile(source, file, "exec"), space)
     return space[function.__name__]

@@ -173,13 +173,6 @@ class OpenCase:
             progress_file.note(self._file.name, first, passed=solved)
         return solved
 
-    def solution(self) -> None:
-        """Print how an expert goes about it, and where it happened. It costs all runs that are left."""
-        self.runs_left = 0
-        print(in_width(self._file.story, ""))
-        for words, link in self._file.sources:
-            print(in_width(f"In the wild: {words}", "  ") + f"\n  {link}")
-
 
 def open_case(which: int | str, model: str | Checkpoint = "fable", prompt: str | Sequence[int] = "", *,
               tensor_parallel_size: int = 2) -> OpenCase:

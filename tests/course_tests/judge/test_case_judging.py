@@ -14,8 +14,8 @@ from tplab.align import Diagnosis
 from tplab.patch import Patch, PatchError
 
 KNOWN = list(places())
-BUGS = (Bug("RowParallelLinear.reduce", len, max, "a sum", "missing"),
-        Bug("mask_scores", len, max, "a mask", "no_mask"))
+BUGS = (Bug("RowParallelLinear.reduce", len, "a sum", "missing"),
+        Bug("mask_scores", len, "a mask", "no_mask"))
 FILE = replace(CASES["case_01"], bugs=BUGS, why={"right": "", "it is slow": "it is quick"}, elsewhere={
     "attend": "it attends to what it gets"}, production="It costs.",
     trials=lambda take: [Trial(f"trial {at} {take}", []) for at in range(3)])
