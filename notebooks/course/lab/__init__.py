@@ -2,6 +2,6 @@
 
 from tplab import lazy
 
-_HOMES = {"cheat_sheet": ".sheet", "environment": ".series", "map_of_series": ".series"}
+_HOMES = {"FOLDER": ".batch", "cheat_sheet": ".sheet", "environment": ".series", "map_of_series": ".series"}
 __all__ = list(_HOMES)
 __getattr__ = lazy(__name__, _HOMES)
