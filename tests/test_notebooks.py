@@ -33,7 +33,7 @@ Every figure (PNG or SVG output) has a text alternative: a line that starts with
 one line for each figure. The figures of ``tplab.show`` print theirs.
 
 A heading says *In the wild*, another says *Takeaway*; at least one answer is folded in ``<details>`` besides the
-solutions (the *Predict* question). Median length of code cells: under 10 lines.
+solutions (the *Predict* question). Median length of code cells: under 10 lines. At most eight lines of imports.
 
 Stored state: executed once from the top (counts 1, 2, 3, …), no error output, no widget state, no timing metadata, no
 path of one machine, no memory address, kernelspec ``python3``. One command stores a notebook in this state::
@@ -213,6 +213,13 @@ def test_no_trace_of_the_machine_it_was_written_on(path):
 def test_cells_are_short(path):
     lengths = [len(cell.source.strip().splitlines()) for cell in code_cells(load(path))]
     assert statistics.median(lengths) < 10, lengths
+
+
+@each_notebook
+def test_imports_are_few(path):
+    lines = [line for cell in code_cells(load(path)) for line in cell.source.splitlines()]
+    imports = [line for line in lines if re.match(r"\s*(?:import \w|from \S+ import )", line)]
+    assert len(imports) <= 8, imports
 
 
 @each_notebook
