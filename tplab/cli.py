@@ -19,10 +19,6 @@ MODEL = "fable, fable-moe, smollm2, a folder, or a hub id such as Qwen/Qwen2.5-0
 EXPERTS = "give each rank whole experts, not a part of each"
 
 
-class CommandError(TplabError):
-    """The options of a command contradict each other, or one has no valid value."""
-
-
 class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line long."""
 
@@ -199,7 +195,7 @@ def _align_fast(chosen, ckpt, prompt) -> int:
     from tplab.align import align_fast
 
     if unfit := [name for name in ("fault", "json", "save") if getattr(chosen, name)]:
-        raise CommandError(f"--fast compares the healthy engine and writes no file; leave out --{unfit[0]}")
+        raise TplabError(f"--fast compares the healthy engine and writes no file; leave out --{unfit[0]}")
     report = align_fast(ckpt, prompt, tensor_parallel_size=chosen.tp, dtype=chosen.dtype)
     print(report)
     return 0 if report.ok else 1
@@ -209,7 +205,7 @@ def check(chosen) -> int:
     _check_writable(chosen.json)
     unsaid = [text for text in chosen.name if not all(text.partition("=")[::2])]
     if unsaid:
-        raise CommandError(f"--name takes PATTERN=POINT, such as blocks.*.mix.out=layers.*.o_proj; not {unsaid[0]!r}")
+        raise TplabError(f"--name takes PATTERN=POINT, such as blocks.*.mix.out=layers.*.o_proj; not {unsaid[0]!r}")
     from tplab.align import check
 
     report = check(chosen.folder, chosen.model, names=dict(text.split("=", 1) for text in chosen.name))
@@ -248,7 +244,7 @@ def generate(chosen) -> int:
     _check_writable(chosen.json)
     prompt = _read_prompt(chosen.prompt)
     if not prompt.strip():
-        raise CommandError("the prompt is empty; give a text")
+        raise TplabError("the prompt is empty; give a text")
     import json
 
     from tplab.llm import SamplingParams, open_llm
@@ -302,7 +298,7 @@ def _parse_ids(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise CommandError(f"--ids takes whole numbers with commas between them, such as 1,2,3; not {text!r}") from None
+        raise TplabError(f"--ids takes whole numbers with commas between them, such as 1,2,3; not {text!r}") from None
 
 
 def _read_prompt(text: str | None) -> str | None:
@@ -310,11 +306,11 @@ def _read_prompt(text: str | None) -> str | None:
     if text != "-":
         return text
     if sys.stdin is None:
-        raise CommandError("--prompt - reads standard input, which is closed")
+        raise TplabError("--prompt - reads standard input, which is closed")
     try:
         return sys.stdin.buffer.read().decode().removesuffix("\n").removesuffix("\r")
     except UnicodeDecodeError as error:
-        raise CommandError(f"standard input is not UTF-8: {error.reason} at byte {error.start}") from None
+        raise TplabError(f"standard input is not UTF-8: {error.reason} at byte {error.start}") from None
 
 
 def _check_writable(*paths: str | None) -> None:
@@ -322,4 +318,4 @@ def _check_writable(*paths: str | None) -> None:
     for path in given:
         check_writable(path)
     if len({os.path.realpath(path) for path in given}) < len(given):
-        raise CommandError(f"--json and --save would both write {given[0]}; give them two names")
+        raise TplabError(f"--json and --save would both write {given[0]}; give them two names")

@@ -22,7 +22,6 @@ from tplab.errors import TplabError
 from tplab.faults import fault
 from tplab.patch import Patch
 from tplab.ranks import RankError
-from tplab.show.phrases import ShowError
 
 
 @pytest.fixture(scope="module")
@@ -245,12 +244,12 @@ def test_a_few_modules_alone_are_judged_and_drawn(ckpt, tmp_path, part):
         assert [label.get_text() for label in figure.axes[0].get_xticklabels()] == ends
         assert figure.axes[0].get_ylabel().startswith("largest |engine − HF|")
     else:
-        with pytest.raises(ShowError, match="no layer's output and no end of the model was recorded"):
+        with pytest.raises(TplabError, match="no layer's output and no end of the model was recorded"):
             show.diff_figure({"mine": report})
     if part != "the head":
         assert ": engine: " in show.points_figure(report).alt_text.replace(". engine", ": engine")
     else:
-        with pytest.raises(ShowError, match="points of none"):
+        with pytest.raises(TplabError, match="points of none"):
             show.points_figure(report)
 
 

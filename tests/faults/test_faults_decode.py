@@ -8,7 +8,8 @@ from helpers.faults import CASES, case_checkpoint, nothing_is_patched, over_floo
 
 from tplab.align import align, align_decode, diagnose
 from tplab.engine.errors import EngineError
-from tplab.faults import MUSEUM, FaultError, fault, scenario
+from tplab.errors import TplabError
+from tplab.faults import MUSEUM, fault, scenario
 from tplab.ranks import RankError
 
 DECODE = [name for name, one in MUSEUM.items() if one.shows_in == "decode"]
@@ -121,5 +122,5 @@ def test_a_rank_that_raised_is_no_skipped_collective():
 
 
 def test_a_scenario_needs_a_fault_of_the_museum():
-    with pytest.raises(FaultError):
+    with pytest.raises(TplabError):
         scenario("slot_off_by_two", 768)

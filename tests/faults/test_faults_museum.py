@@ -13,7 +13,8 @@ import tplab
 from tplab import faults
 from tplab.align import align
 from tplab.checkpoint import open_checkpoint
-from tplab.faults import MUSEUM, SEED, STEPS, FaultError, fault, rope, sizing, sizing_table
+from tplab.errors import TplabError
+from tplab.faults import MUSEUM, SEED, STEPS, fault, rope, sizing, sizing_table
 from tplab.faults import heads as ends
 from tplab.model import attention
 from tplab.patch import original
@@ -42,11 +43,11 @@ def test_a_fault_travels_to_ranks_as_a_name(one):
 
 
 def test_an_unknown_name_is_told_those_like_it_else_all():
-    with pytest.raises(FaultError, match="no fault 'nan_masc'; did you mean 'nan_mask' or 'no_mask'\\?$"):
+    with pytest.raises(TplabError, match="no fault 'nan_masc'; did you mean 'nan_mask' or 'no_mask'\\?$"):
         fault("nan_masc")
-    with pytest.raises(FaultError, match="no fault 'x'; the museum has nan_mask, no_mask, "):
+    with pytest.raises(TplabError, match="no fault 'x'; the museum has nan_mask, no_mask, "):
         fault("x")
-    with pytest.raises(FaultError, match=r"no fault \['nan_mask'\]"):
+    with pytest.raises(TplabError, match=r"no fault \['nan_mask'\]"):
         fault(["nan_mask"])
 
 

@@ -85,17 +85,6 @@ def test_sigkill_of_the_parent(tmp_path):
     assert remains(tmp_path) == []
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="there is no fork server elsewhere")
-def test_sigkill_of_the_parent_while_the_fork_server_imports(tmp_path):
-    process = script(tmp_path, "from tplab.pool import RankPool; print('ready'); RankPool(2)")
-    assert process.stdout.readline() == "ready\n"
-    while not (servers := [p for p in family(process.pid) if "forkserver" in " ".join(p.cmdline())]):
-        time.sleep(0.001)
-    process.kill()
-    process.wait()
-    assert not left_of(servers)
-
-
 def test_exit_of_the_interpreter_with_ranks_in_every_state(tmp_path):
     process = script(tmp_path, BUSY)
     assert process.stdout.readline() == "ready\n"
@@ -241,17 +230,3 @@ def test_shared_pool_is_one_and_is_made_again():
     pool.close()
     again = shared_pool(2)
     assert again is not pool and again.run(rank) == [0, 1]
-
-
-def test_ranks_start_after_a_reset_of_the_notebook(monkeypatch):
-    monkeypatch.delattr(sys.modules["__main__"], "__spec__")  # as IPython's %reset does
-    with RankPool(1) as pool:
-        assert pool.run(rank) == [0]
-
-
-def test_nothing_listens_beyond_loopback():
-    with RankPool(2) as pool:
-        pool.run(rank)
-        for pid in [*pool.pids, os.getpid()]:
-            for connection in psutil.Process(pid).net_connections("inet"):
-                assert connection.laddr.ip in ("127.0.0.1", "::1"), connection

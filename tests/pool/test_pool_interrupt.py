@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from helpers.failing import SOON, light_path
 
-from tplab.pool import RankPool, launcher
 from tplab.ranks import RankError, all_reduce, rank, state
 
 took = []  # seconds from an interrupt to its end, or from there to the end of the next run
@@ -53,15 +52,6 @@ def test_how_soon(pool):
     assert any(interrupted(pool, fn, after=0.05) and took[-1] < 1 for _ in range(8))
 
 
-def test_while_one_rank_waits_in_a_collective(pool):
-    def fn():
-        if rank() == 0:
-            time.sleep(30)
-        all_reduce(torch.ones(2))
-
-    assert interrupted(pool, fn) == [True, True]
-
-
 def test_while_all_are_stuck_in_gloo(pool):
     def fn():
         (dist.barrier(async_op=True) if rank() else dist.all_reduce(torch.ones(4), async_op=True)).wait()
@@ -75,12 +65,6 @@ def test_while_a_call_in_c_holds_the_interpreter(pool):
             sum(itertools.repeat(1))
 
     assert interrupted(pool, fn) == [True, False]
-
-
-def test_while_dispatching(pool):
-    big = torch.zeros(40_000_000)  # packing 160 MB takes longer than any of these delays: 132 ms on a Zen 5
-    for after in (0.001, 0.01, 0.03, 0.06):
-        assert interrupted(pool, lambda t: t.sum().item(), big, after=after) == [True, True]
 
 
 def test_at_any_moment_of_short_runs(pool):
@@ -135,29 +119,6 @@ def test_what_was_printed_is_shown(pool, capsys):
 
     interrupted(pool, fn)
     assert capsys.readouterr().out.splitlines() == ["[rank 0] so far", "[rank 1] so far"]
-
-
-@pytest.mark.parametrize("moment", ["before", "after"])
-def test_a_start_that_is_interrupted_leaves_no_process(monkeypatch, moment):
-    """Just before the request is sent, and just after the process has started."""
-    started, left, start_process = [], threading.Event(), launcher._process
-
-    def interrupted(spec):
-        if moment == "after":
-            started.append(start_process(spec))
-        os.kill(os.getpid(), signal.SIGINT)
-        assert left.wait(60)
-        if moment == "before":
-            started.append(start_process(spec))
-        return started[0]
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as caught:
-        patch.setattr(launcher, "_process", interrupted)
-        RankPool(1)
-    left.set()
-    assert caught.value._render_traceback_() == ["KeyboardInterrupt: the ranks that were being started were ended"]
-    while not started or started[0].is_alive():
-        time.sleep(0.01)
 
 
 LONG_START = """

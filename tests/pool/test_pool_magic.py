@@ -62,13 +62,6 @@ def test_errors_carry_the_number_of_their_cell(cell, shell, store):
     assert str(error) == f"cell In[{number + store}], line 2: invalid syntax: x = = 1"
 
 
-def test_a_syntax_error_reaches_no_rank(cell):
-    number = latest_pool().number_of_runs
-    _, error = cell("%%ranks\nx = = 1")
-    assert "line 2: invalid syntax" in str(error)
-    assert latest_pool().number_of_runs == number
-
-
 def test_size_and_timeout(cell):
     assert cell("%%ranks 3\nworld_size()")[0] == "[rank 0] 3\n[rank 1] 3\n[rank 2] 3\n"
     shared_pool(3).close()

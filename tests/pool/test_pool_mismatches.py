@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import signal
 import time
 
 import pytest
@@ -31,16 +30,6 @@ def test_skipped_collective(pool):
     )  # fmt: skip
     assert [len(log) for log in error.logs] == [2, 1]
     assert kept(pool) == [True, True]
-
-
-def test_skipped_while_a_third_rank_is_still_on_its_way():
-    def fn():
-        time.sleep(0.1 * (rank() == 2))
-        if rank() != 1:
-            barrier()
-
-    with RankPool(3) as three:
-        fails(three, fn, r"^rank 1 returned; rank 0 waits in barrier at .*; rank 2 waits in barrier at ")
 
 
 @pytest.mark.parametrize(
@@ -132,16 +121,6 @@ def test_endless_python_loop(pool):
     assert kept(pool) == [True, True]
 
 
-def test_endless_loop_of_one_rank_while_the_other_waits(pool):
-    def fn():
-        while rank() == 1:
-            time.sleep(1)
-        all_reduce(torch.ones(1))
-
-    error = fails(pool, fn, r"rank 0 waits in all_reduce at", r"rank 1 is still running at", timeout=0.5)
-    assert error.first.rank == 1
-
-
 def test_endless_call_that_holds_the_interpreter(pool):
     def fn():
         if rank() == 1:
@@ -153,15 +132,6 @@ def test_endless_call_that_holds_the_interpreter(pool):
         timeout=0.5,
     )  # fmt: skip
     assert kept(pool) == [True, False]
-
-
-def test_a_stopped_process(pool):
-    def fn():
-        if rank() == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
-        barrier()
-
-    fails(pool, fn, "rank 1 is still running, in code that does not say where", timeout=0.5)
 
 
 def test_an_unstoppable_function(pool):

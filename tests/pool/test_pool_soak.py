@@ -181,15 +181,3 @@ def test_soak():
         at_last = come_back_to(at_first, pool)
     print(f"\n{COUNT} faults: {dict(seen)}; the longest {worst[0]}, {worst[1]:.2f} s; {at_first} → {at_last}")
     assert at_last == at_first
-
-
-def test_survivors_do_not_pile_up_anything():
-    """The same two processes through 40 failures that they survive."""
-    with RankPool(2) as pool:
-        settle(pool)
-        pids, at_first = pool.pids, counts(pool)
-        for i in range(40):
-            with pytest.raises(RankError):
-                pool.run(differs, 0, 3, i % 4)
-        settle(pool)
-        assert pool.pids == pids and come_back_to(at_first, pool) == at_first

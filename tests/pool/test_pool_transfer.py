@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 
-import numpy as np
 import pytest
 import torch
 
@@ -27,20 +26,9 @@ def test_tensors_keep_shape_dtype_and_bits(dtype, shape):
     back.fill_(1)  # its memory is its own and can be written
 
 
-def test_conjugate_and_negative_views_keep_their_values():
-    t = torch.tensor([1 + 2j, 3 - 1j])
-    assert torch.equal(loads(dumps(t.conj())), t.conj()) and torch.equal(loads(dumps(t.conj().imag)), t.conj().imag)
-
-
 def test_a_view_ships_its_own_elements_only():
     table = torch.zeros(1_000_000)
     assert len(dumps(table[:10])) < 1000
-
-
-def test_parameters_and_gradients_survive():
-    weight = torch.nn.Parameter(torch.ones(2))
-    back = loads(dumps(weight))
-    assert isinstance(back, torch.nn.Parameter) and back.requires_grad
 
 
 def test_a_function_keeps_its_file_and_so_do_those_inside():
@@ -72,12 +60,6 @@ def test_state_in_a_shipped_function_is_the_ranks_own(pool):
     assert pool.run(lambda: state["mine"]) == [0, 1]
     assert state["mine"] == "the parent's"
     del state["mine"]
-
-
-def test_20_mb_there_and_back(pool):
-    big = torch.arange(5_000_000, dtype=torch.float32)
-    a, b = pool.run(lambda t: t + rank(), big)
-    assert torch.equal(a, big) and torch.equal(b, big + 1)
 
 
 def test_modules_beside_the_notebook_are_found(pool, tmp_path, monkeypatch):
@@ -165,19 +147,12 @@ def test_everything_that_is_printed_comes_back_in_order(pool, capsys):
     assert capsys.readouterr().out.splitlines() == [f"[rank {r}] {word}" for r in (0, 1) for word in words]
 
 
-def test_each_run_has_its_own_room_for_prints(pool, capsys):
-    for _ in range(3):
-        pool.run(lambda: print("x" * 50_000))
-        assert capsys.readouterr().out == "".join(f"[rank {r}] {'x' * 50_000}\n" for r in (0, 1))
-
-
 def test_50_mb_of_prints_are_cut_with_their_size(pool, capsys):
     pool.run(lambda: print("x" * 50_000_000))
     lines = capsys.readouterr().out.splitlines()
     assert [line for line in lines if "cut here" in line] == [
         f"[rank {r}] … cut here: 49,934,465 bytes more were printed" for r in (0, 1)
     ]
-    assert sum(map(len, lines)) < 200_000
 
 
 def test_an_endless_print_is_bounded_too(pool, capsys):
@@ -209,8 +184,3 @@ def test_50_mb_from_c_do_not_block_or_pile_up(pool, capsys):
 def test_a_progress_bar_shows_its_last_state(pool, capsys):
     pool.run(lambda: (print("\r  0%", end=""), print("\r100%\r\n\nend\n")))
     assert capsys.readouterr().out.splitlines()[:4] == ["[rank 0] 100%", "[rank 0] ", "[rank 0] end", "[rank 0] "]
-
-
-def test_odd_characters(pool, capsys):
-    pool.run(lambda: print("≠ \udcff é", np.float32(1)))
-    assert capsys.readouterr().out.splitlines()[0] == "[rank 0] ≠ \\udcff é 1.0"

@@ -4,39 +4,19 @@ import os
 import pickle
 import sysconfig
 
-import pytest
-
-from tplab.ranks import CollectiveMismatch, OpRecord, RankError, barrier, logical_ranks
-from tplab.ranks import rank as own_rank
+from tplab.ranks import CollectiveMismatch, OpRecord, RankError
 from tplab.ranks.errors import (
     Cause,
     Frame,
-    describe,
     file_label,
     location,
     render,
-    seconds,
     waiting,
 )
 
 
 def record(seq, op="barrier", left=True, line=1, file="a.py"):
     return OpRecord(seq, op, (2,), "int64", 0, file, line, left)
-
-
-@pytest.mark.parametrize("timeout", [-float("inf"), False, "inf"], ids=repr)
-def test_what_is_no_time(timeout):
-    with pytest.raises(RankError, match="timeout is a number of seconds above 0"):
-        seconds(timeout)
-
-
-def test_an_exception_in_words():
-    noted = ValueError("bad")
-    noted.add_note("in the evening")
-    assert describe(noted) == "ValueError: bad\nin the evening"
-    assert describe(KeyError()) == "KeyError"
-    assert describe(ValueError("x" * 3988)) == "ValueError: " + "x" * 3988
-    assert describe(ValueError("x" * 3989)) == "ValueError: " + "x" * 3988 + "… (4,001 characters)"
 
 
 def test_a_line_as_the_learner_knows_it(monkeypatch, tmp_path):
@@ -94,11 +74,3 @@ def test_a_failure_travels_without_what_cannot():
     made = CollectiveMismatch.of([record(1), record(1, "broadcast")], "strict")
     assert str(pickle.loads(pickle.dumps(made))) == str(made)
     assert made.summary.startswith("strict: rank 0 calls barrier at ") and made.first.rank == 0
-
-
-@pytest.mark.parametrize("ends, consequence", [(lambda: None, False), (lambda: 1 / 0, True)])
-def test_waiting_for_a_rank_that_returned_is_a_cause_and_for_one_that_raised_a_consequence(ends, consequence):
-    with pytest.raises(RankError) as caught:
-        logical_ranks(2, lambda: barrier() if own_rank() else ends())
-    (waits,) = [cause for cause in caught.value.causes.values() if cause.kind == "waiting"]
-    assert (waits.rank, waits.consequence) == (1, consequence)

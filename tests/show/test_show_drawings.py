@@ -9,6 +9,7 @@ from helpers.reports import plan
 
 from course import figures
 from tplab import show
+from tplab.errors import TplabError
 from tplab.ranks import logical_ranks, rank
 from tplab.shard import QKVParallelLinear, RowParallelLinear, ShardPlan, split_evenly
 from tplab.show.drawings.shards import ShardedWeight
@@ -83,7 +84,7 @@ def test_two_ways_to_cut_a_weight_side_by_side():
 
 @pytest.mark.parametrize("draw", [show.plan_figure, show.weight_figure])
 def test_nothing_to_draw(draw):
-    with pytest.raises(show.ShowError):
+    with pytest.raises(TplabError):
         draw({})
 
 
@@ -132,5 +133,5 @@ def test_column_and_row_are_cut_at_the_same_places_and_say_their_shapes(tokens, 
         assert f"rank {number} rows {part.start}–{part.stop - 1} of up" in drawing.alt_text.replace("\n", " ")
     assert said.count(str([tokens, hidden])) >= 3 * tp and said.count("with the bias") == 1
     assert "rank 2 rows 2–2 of up" in figures.column_row_figure(5, 8, 3, 3).alt_text
-    with pytest.raises(show.ShowError, match="4 ranks cannot share 3 inner features"):
+    with pytest.raises(TplabError, match="4 ranks cannot share 3 inner features"):
         figures.column_row_figure(5, 8, 3, 4)

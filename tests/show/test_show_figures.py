@@ -10,6 +10,7 @@ from matplotlib.colors import to_hex
 
 from course import figures
 from tplab import show
+from tplab.errors import TplabError
 from tplab.show.figures.style import looks
 
 NAN = math.nan
@@ -79,7 +80,7 @@ def test_labels_that_are_no_stage_get_looks_of_their_own():
     assert (one, two) == (to_hex(show.STAGES["after 04"].color), to_hex(show.STAGES["after 01"].color))
     assert looks(["right", "x", "y"], [True, False, True]) == {
         "right": show.STAGES["finished"], "x": show.STAGES["seed engine"], "y": show.STAGES["after 04"]}
-    with pytest.raises(show.ShowError, match="7 lines"):
+    with pytest.raises(TplabError, match="7 lines"):
         show.diff_figure({str(i): make_report() for i in range(8)})
 
 
@@ -103,12 +104,12 @@ def test_infinity_is_not_called_nan():
     ({"a": make_report(layers=2), "b": make_report(layers=3)}, "different numbers of layers"),
 ])
 def test_what_cannot_share_a_figure_is_refused(reports, words):
-    with pytest.raises(show.ShowError, match=words):
+    with pytest.raises(TplabError, match=words):
         show.diff_figure(reports)
 
 
 def test_a_staircase_has_stages_only():
-    with pytest.raises(show.ShowError, match="'after 07' is no stage"):
+    with pytest.raises(TplabError, match="'after 07' is no stage"):
         show.staircase({"after 07": make_report()})
 
 
@@ -161,7 +162,7 @@ def test_neighbouring_points_that_look_alike_are_named_together_and_others_are_n
 
 
 def test_points_of_a_layer_that_is_not_there():
-    with pytest.raises(show.ShowError, match="no layer 9; fable has 0 to 3"):
+    with pytest.raises(TplabError, match="no layer 9; fable has 0 to 3"):
         show.points_figure(make_report(), layer=9)
 
 
@@ -184,5 +185,5 @@ def test_figures_draw_without_a_warning_and_show_themselves_once_with_their_word
 
 
 def test_nothing_to_describe():
-    with pytest.raises(show.ShowError, match="nothing to describe in int"):
+    with pytest.raises(TplabError, match="nothing to describe in int"):
         show.describe(3)

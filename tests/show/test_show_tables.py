@@ -7,6 +7,7 @@ import torch
 from helpers.reports import make_report
 
 from tplab import show
+from tplab.errors import TplabError
 
 
 class Letters:
@@ -39,7 +40,7 @@ def test_the_layer_table_marks_what_is_outside():
 def test_without_a_layer_the_table_holds_the_ends_and_the_layers():
     assert list(show.layer_table(make_report(layers=2)).frame.index) == [
         "embed", "layers.0.output", "layers.1.output", "norm", "logits"]
-    with pytest.raises(show.ShowError, match="no layer 7"):
+    with pytest.raises(TplabError, match="no layer 7"):
         show.layer_table(make_report(layers=2), layer=7)
 
 
@@ -50,7 +51,7 @@ def test_rank_shapes():
     assert list(frame["q_proj"]) == ["[64, 128]"] * 3 and list(frame["k_proj"]) == ["[16, 128]"] * 3
     report = make_report()
     report.shapes = []
-    with pytest.raises(show.ShowError, match="read on the ranks by align"):
+    with pytest.raises(TplabError, match="read on the ranks by align"):
         show.rank_shapes(report)
 
 

@@ -22,22 +22,18 @@ SEED = ("nan_mask", "shard_dim1", "rope_missing")
 STEPS = (*SEED, "decode_position_restarted", "slot_off_by_one", "head_random")
 
 
-class FaultError(TplabError):
-    """There is no fault of that name."""
-
-
 def fault(name: str) -> Fault:
-    """The fault called ``name``; a :class:`FaultError` with those most like it, else all names, if there is none."""
+    """The fault called ``name``; a :class:`TplabError` with those most like it, else all names, if there is none."""
     if not isinstance(name, str) or name not in MUSEUM:
         near = did_you_mean(name, MUSEUM) or f"; the museum has {', '.join(MUSEUM)}"
-        raise FaultError(f"there is no fault {name!r}{near}")
+        raise TplabError(f"there is no fault {name!r}{near}")
     return MUSEUM[name]
 
 
 def as_patches(patches) -> tuple[patch.Patch, ...]:
     """A list of faults, names of faults and patches → its patches.
 
-    Raises PatchError if it is no such list, FaultError if the museum has no fault of that name.
+    Raises PatchError if it is no such list, TplabError if the museum has no fault of that name.
     """
     if isinstance(patches, list | tuple):
         patches = [fault(entry) if isinstance(entry, str) else entry for entry in patches]

@@ -4,7 +4,6 @@ import ctypes
 import sys
 import threading
 import time
-from contextlib import suppress
 
 import torch
 
@@ -82,20 +81,8 @@ def _end(rendezvous: "_Rendezvous", threads: list[threading.Thread]) -> None:
     pause = 0.001
     while running := [threads[r] for r in rendezvous.running() if threads[r].ident is not None]:
         for thread in running:
-            raise_in(thread.ident, Abandoned)
-        # While a thread sleeps and has not raised its exception yet, Python 3.11 makes every thread look for one
-        # of its own, again and again, and a line that is traced never ends. The first thread that raises one ends
-        # this, so this thread raises one in itself.
-        with suppress(Abandoned):
-            raise_in(threading.get_ident(), Abandoned)
-            while True:
-                pass
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(Abandoned))
         time.sleep(pause := min(1.1 * pause, 1.0))
-
-
-def raise_in(thread: int, error: type[BaseException]) -> None:
-    """Have ``error`` raised in another thread, at its next line."""
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(error))
 
 
 class _Rendezvous:

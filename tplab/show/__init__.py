@@ -11,7 +11,7 @@ _HOMES = {name: home for home, names in {
     ".drawings.shards": "plan_figure plan_html weight_figure ShardedWeight",
     ".drawings.blocks": "slots_figure blocks_figure",
     ".tables": "layer_table rank_shapes table top_tokens", ".steps": "engine_steps",
-    ".phrases": "describe say magnitude ShowError"}.items() for name in names.split()}
+    ".phrases": "describe say magnitude"}.items() for name in names.split()}
 __all__ = list(_HOMES)
 __getattr__ = lazy(__name__, _HOMES)
 

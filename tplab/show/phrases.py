@@ -8,10 +8,6 @@ from textwrap import TextWrapper
 from tplab.errors import TplabError
 
 
-class ShowError(TplabError):
-    """The figure, table or text cannot be made."""
-
-
 def magnitude(value: float, floor: float = 1e-4) -> str:
     """``3.7`` → ``"4"``, ``0.0123`` → ``"0.01"``: one digit near 1, further away the nearest power of ten.
 
@@ -46,7 +42,7 @@ def distance(point) -> float:
 def row_distances(report, point: str, label: str = "the report") -> list[float]:
     """Per computed token, in the order of prompt and position, its :func:`distance` at a point of the evidence."""
     if point not in report.evidence:
-        raise ShowError(f"{label}: {point!r} is not in its evidence, which has {', '.join(report.evidence)}")
+        raise TplabError(f"{label}: {point!r} is not in its evidence, which has {', '.join(report.evidence)}")
     ours, reference = (values.double() for values in report.evidence[point][:2])
     return ((ours - reference).flatten(1).abs().amax(1) / reference.abs().max()).tolist()
 
@@ -89,7 +85,7 @@ def describe(shown) -> str:
         return "; ".join(f"{label}: {describe(report)}" for label, report in shown.items())
     if hasattr(shown, "first_divergence"):
         return describe_report(shown)
-    raise ShowError(f"there is nothing to describe in {type(shown).__name__}; give a figure of tplab.show or a report")
+    raise TplabError(f"there is nothing to describe in {type(shown).__name__}; give a figure of tplab.show or a report")
 
 
 WIDE = 100  # characters of a printed line: what a notebook's page shows without breaking it inside a word

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tplab.show.phrases import ShowError
+from tplab.errors import TplabError
 
 
 class Moment(NamedTuple):
@@ -42,7 +42,7 @@ class EngineSteps:
     def moment(self, step: int) -> Moment:
         """The moment after ``step`` (from 1)."""
         if not 1 <= step <= len(self.moments):
-            raise ShowError(f"there is no step {step!r}; the run has 1 to {len(self.moments)}")
+            raise TplabError(f"there is no step {step!r}; the run has 1 to {len(self.moments)}")
         return self.moments[step - 1]
 
     @property
@@ -61,9 +61,9 @@ def engine_steps(llm, prompts: Sequence, sampling_params=None, arrivals: Sequenc
     """
     arrivals = list(arrivals or [0] * len(prompts))
     if llm.has_unfinished_requests:
-        raise ShowError("the engine still has unfinished requests; step it from the beginning")
+        raise TplabError("the engine still has unfinished requests; step it from the beginning")
     if len(arrivals) != len(prompts) or arrivals != sorted(arrivals):
-        raise ShowError(f"arrivals must be one number of steps per prompt, rising, not {arrivals}")
+        raise TplabError(f"arrivals must be one number of steps per prompt, rising, not {arrivals}")
     pool, outputs, coming = llm.engine.pool, {}, list(zip(arrivals, prompts))
     run = EngineSteps(pool.num_blocks, pool.block_size)
     contents = [[""] * pool.block_size for _ in range(pool.num_blocks)]

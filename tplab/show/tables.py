@@ -2,7 +2,8 @@
 
 from html import escape
 
-from tplab.show.phrases import ShowError, describe_point
+from tplab.errors import TplabError
+from tplab.show.phrases import describe_point
 
 _CELL = "text-align: left; padding: .2em .9em .2em 0"
 
@@ -79,7 +80,7 @@ def layer_table(report, layer: int | None = None) -> Table:
     points = [p for p in report.points
               if (p.name.rpartition(".")[2] in ends if layer is None else p.name.startswith(f"layers.{layer}."))]
     if not points:
-        raise ShowError(f"{report.model} has no layer {layer!r}")
+        raise TplabError(f"{report.model} has no layer {layer!r}")
     frame = pd.DataFrame([{"point": p.name, "held by": HELD[p.layout], "shape": "×".join(map(str, p.shape)),
                            "difference from HF": describe_point(p), "NaN": f"{100 * p.nan / p.size:.0f} %"}
                           for p in points]).set_index("point")
@@ -100,7 +101,7 @@ def rank_shapes(report) -> Table:
     import pandas as pd
 
     if not report.shapes:
-        raise ShowError("the shapes of the weights are read on the ranks by align(…) only")
+        raise TplabError("the shapes of the weights are read on the ranks by align(…) only")
     frame = pd.DataFrame([{f"{name}_proj": f"[{shape[0]}, {shape[1]}]" for name, shape in shapes.items()}
                           for shapes in report.shapes])
     frame["read from the checkpoint"] = [f"{stats.bytes_read / 1e6:.2f} MB" for stats in report.load_stats]

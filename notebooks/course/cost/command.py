@@ -6,10 +6,6 @@ import sys
 from tplab.errors import TplabError
 
 
-class BenchError(TplabError):
-    """Options of the benchmark that do not fit together."""
-
-
 def add_options(parser: argparse.ArgumentParser, models: str) -> None:
     """``models``: the models' names, for the help."""
     parser.add_argument("kind", nargs="?", default="decode", metavar="KIND",
@@ -30,7 +26,7 @@ def main(chosen: argparse.Namespace) -> int:
     if chosen.kind == "predict":
         return _predict(chosen)
     if chosen.config is not None:
-        raise BenchError(f"--config is for predict; {chosen.kind} needs the weights of a --model")
+        raise TplabError(f"--config is for predict; {chosen.kind} needs the weights of a --model")
     from course.cost.race import race
 
     race(chosen.kind, chosen.model, chosen.tp, rounds=chosen.rounds, dtype=chosen.dtype, vllm=chosen.vllm)
@@ -49,7 +45,7 @@ def _predict(chosen: argparse.Namespace) -> int:
     if chosen.config is not None:
         config, lines = config_file(chosen.config, chosen.tp, dtype)
         if config is None:
-            raise BenchError(f"the cost model counts the engine's own steps; of {chosen.config}: {lines[0]}")
+            raise TplabError(f"the cost model counts the engine's own steps; of {chosen.config}: {lines[0]}")
     else:
         config = shape_config(chosen.model) if chosen.model in SHAPES else open_checkpoint(chosen.model).config
     print("measuring this machine, up to a minute …", file=sys.stderr, flush=True)

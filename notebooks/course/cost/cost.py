@@ -17,10 +17,6 @@ from tplab.errors import TplabError
 from tplab.shard import ShardPlan
 
 
-class CostError(TplabError):
-    """There is no step with these counts."""
-
-
 class StepCost(NamedTuple):
     """Seconds of a step, by what they are spent on: products with all that is done to their rows, keys and values,
     collectives, and the engine's Python.
@@ -42,13 +38,13 @@ def step_cost(config, plan: ShardPlan, parts: Sequence[Part], due: int, dtype: t
     """Predict one step of ``parts``, of which ``due`` sequences get a token.
 
     Raises:
-        CostError: no sequences, or counts that are no whole numbers from 0 (``start``) or 1 (``count``) up.
+        TplabError: no sequences, or counts that are no whole numbers from 0 (``start``) or 1 (``count``) up.
     """
     if not parts:
-        raise CostError("a step computes at least one token")
+        raise TplabError("a step computes at least one token")
     for start, count in parts:
         if whole_number(start, 0) is None or whole_number(count, 1) is None:
-            raise CostError(f"a part of a step is (start, count) from (0, 1) up, not ({start!r}, {count!r})")
+            raise TplabError(f"a part of a step is (start, count) from (0, 1) up, not ({start!r}, {count!r})")
     tp = plan.tensor_parallel_size
     ranks = [step_amount(config, plan, rank, parts, due, dtype) for rank in range(tp)]
     decoding = all(part.count == 1 for part in parts)

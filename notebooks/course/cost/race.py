@@ -36,10 +36,6 @@ PAUSE = 0.3  # seconds between contestants: threads that spin for a while after 
 UNITS = {"decode": "tokens/s", "prefill": "prompt tokens/s", "batch": "new tokens/s"}
 
 
-class RaceError(TplabError):
-    """There is no such race, or a contestant cannot take part; the message says why."""
-
-
 @dataclass(frozen=True)
 class Work:
     """Prompts in token ids, and how many tokens each is to get."""
@@ -170,7 +166,7 @@ class VLLM:
                 stdout=self.printed, stderr=subprocess.STDOUT, pass_fds=[write], start_new_session=True, text=True,
                 env=environment)
         except OSError as error:
-            raise RaceError(f"{python} cannot be started: {error.strerror}") from error
+            raise TplabError(f"{python} cannot be started: {error.strerror}") from error
         finally:
             os.close(write)
         self.answers, self.pids = open(read), [self.process.pid]
@@ -192,7 +188,7 @@ class VLLM:
         if not line:
             self.printed.seek(0)
             printed = self.printed.read().decode(errors="replace").strip() or "it has printed nothing"
-            raise RaceError(f"{self.name} has ended: {printed.splitlines()[-1][:300]}")
+            raise TplabError(f"{self.name} has ended: {printed.splitlines()[-1][:300]}")
         return json.loads(line)
 
     def close(self) -> None:
@@ -252,9 +248,9 @@ def race(kind: str, model: str = "smollm2", tp: int = 2, *, rounds: int = 5, dty
     times as quick tplab is), ``ready`` (seconds) and ``equal`` (the part of tplab's tokens at the same places).
     """
     if kind not in UNITS:
-        raise RaceError(f"there is no race {kind!r}; there are {', '.join(UNITS)}")
+        raise TplabError(f"there is no race {kind!r}; there are {', '.join(UNITS)}")
     if not isinstance(rounds, int) or rounds < 5:
-        raise RaceError(f"a median needs at least 5 rounds, not {rounds!r}")
+        raise TplabError(f"a median needs at least 5 rounds, not {rounds!r}")
     ckpt, peers, ready = open_checkpoint(model), [], []
     work = work_of(kind, ckpt.config.vocab_size, ckpt.config.max_position_embeddings)
     makers = [lambda: Tplab(ckpt, tp, dtype), lambda: HuggingFace(ckpt, tp, dtype)]

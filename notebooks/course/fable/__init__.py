@@ -5,9 +5,9 @@
 ``course.fable.train`` makes the checkpoint.
 """
 
-from course.fable.grammar import FableError, Reference, Story, default_story, stories
+from course.fable.grammar import Reference, Story, default_story, stories
 from tplab.checkpoint.names import EMBEDDED
 
 CHECKPOINT = EMBEDDED["fable"]
 
-__all__ = ["CHECKPOINT", "FableError", "Reference", "Story", "default_story", "stories"]
+__all__ = ["CHECKPOINT", "Reference", "Story", "default_story", "stories"]

@@ -24,10 +24,6 @@ _HELD_OUT_BUCKETS = 8
 SLOT = re.compile(r"{(\w+)}")
 
 
-class FableError(TplabError):
-    """A split or a number of stories that does not exist."""
-
-
 @dataclass(frozen=True)
 class Reference:
     """One word in the body of a story that the opening has fixed: ``text[start:end] == word``."""
@@ -63,9 +59,9 @@ def stories(split: str, n: int, seed: int = 0) -> list[Story]:
     been trained on, whatever the seeds.
     """
     if split not in SPLITS:
-        raise FableError(f"no split {split!r} of the fables; there are {' and '.join(map(repr, SPLITS))}")
+        raise TplabError(f"no split {split!r} of the fables; there are {' and '.join(map(repr, SPLITS))}")
     if n < 0:
-        raise FableError(f"cannot write {n} stories; n must be 0 or more")
+        raise TplabError(f"cannot write {n} stories; n must be 0 or more")
     return [_story(split, Random(f"{split}/{seed}/{i}")) for i in range(n)]
 
 

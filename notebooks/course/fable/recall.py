@@ -12,8 +12,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from course.fable import CHECKPOINT, FableError, Story, stories
+from course.fable import CHECKPOINT, Story, stories
 from course.fable.reading import Reading, read
+from tplab.errors import TplabError
 
 # A body is at most about 150 tokens long. A longer continuation is no body of the plot.
 MAX_NEW_TOKENS = 192
@@ -59,13 +60,13 @@ def recall(generate: Generate, stories: Sequence[Story], folder: Path = CHECKPOI
     the tokenizer.
     """
     if not stories:
-        raise FableError("recall needs at least one story")
+        raise TplabError("recall needs at least one story")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     eos = tokenizer.token_to_id(EOS)
     prompts = [e.ids for e in tokenizer.encode_batch([s.opening for s in stories])]
     outputs = generate(prompts, MAX_NEW_TOKENS)
     if len(outputs) != len(prompts):
-        raise FableError(f"generate returned {len(outputs)} outputs for {len(prompts)} prompts")
+        raise TplabError(f"generate returned {len(outputs)} outputs for {len(prompts)} prompts")
     readings = []
     for story, ids in zip(stories, outputs, strict=True):
         ids = [int(i) for i in ids]

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
+from tplab.errors import TplabError
 from tplab.show.figures.style import Picture, looks, picture, styled
-from tplab.show.phrases import ShowError
 
 
 @styled
@@ -18,7 +18,7 @@ def bars_figure(groups: Mapping[str, Mapping[str, float]], unit: str, title: str
         >>> bars_figure({"rank 0": {"full copy": 12.1, "slices": 6.2}}, "MB", "Slices hold half", "private memory")
     """
     if not groups or not all(groups.values()):
-        raise ShowError("there is nothing to draw: give {group: {label: value}}")
+        raise TplabError("there is nothing to draw: give {group: {label: value}}")
     labels = dict.fromkeys(label for group in groups.values() for label in group)
     colours = looks(labels)
     count = sum(map(len, groups.values()))

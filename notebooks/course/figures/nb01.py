@@ -10,13 +10,13 @@ import matplotlib.patches
 from tplab.align.gather import trace_on_rank
 from tplab.align.run import check_prompts
 from tplab.checkpoint import open_checkpoint
+from tplab.errors import TplabError
 from tplab.faults import as_patches
 from tplab.model.dtypes import parse_dtype
 from tplab.patch import applied
 from tplab.pool import shared_pool
 from tplab.shard import ShardPlan
 from tplab.show.figures.style import FAINT, INK, NOTHING, ORANGE, RED, Picture, picture, styled
-from tplab.show.phrases import ShowError
 
 
 @styled
@@ -34,7 +34,7 @@ def mask_figure(tables: Mapping, tokens=None, title: str | None = None, what: st
     tables = {label: torch.as_tensor(table).detach().double() for label, table in tables.items()}
     if not tables or any(table.dim() != 2 for table in tables.values()):
         shapes = ", ".join(f"{label}: {list(table.shape)}" for label, table in tables.items()) or "nothing"
-        raise ShowError(f"a heat map needs tensors [queries, keys], one head each; there is {shapes}")
+        raise TplabError(f"a heat map needs tensors [queries, keys], one head each; there is {shapes}")
     finite = torch.cat([table[torch.isfinite(table)] for table in tables.values()])
     low, high = (finite.min().item(), finite.max().item()) if finite.numel() else (0.0, 1.0)
     figure, axes = picture(9.0 if len(tables) > 1 else 6.0, 4.4, ncols=len(tables), squeeze=False)

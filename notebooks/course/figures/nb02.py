@@ -1,8 +1,8 @@
 """Figures of notebook 02."""
 
+from tplab.errors import TplabError
 from tplab.shard.plan import split_evenly
 from tplab.show.drawings.svg import GREY, INK, LINE, Drawing, Svg, box, colour, write
-from tplab.show.phrases import ShowError
 
 _LEFT, _ROW = 70.0, 144.0  # where the first matrix begins; the height of a rank's row
 _HEADINGS = ("x, whole", "up: column parallel", "its outputs", "down: row parallel", "a summand", "", "y, whole")
@@ -10,12 +10,12 @@ _HEADINGS = ("x, whole", "up: column parallel", "its outputs", "down: row parall
 
 def column_row_figure(tokens: int, hidden: int, inner: int, tensor_parallel_size: int) -> Drawing:
     """``y = x upᵀ downᵀ + bias`` on the ranks: which rows of up and which columns of down each holds, what it computes
-    from them, and the one sum. Raises `ShowError` where ranks have nothing to hold.
+    from them, and the one sum. Raises `TplabError` where ranks have nothing to hold.
 
         >>> figures.column_row_figure(tokens=5, hidden=32, inner=65, tensor_parallel_size=2)
     """
     if not 1 <= tensor_parallel_size <= inner:
-        raise ShowError(f"{tensor_parallel_size} ranks cannot share {inner} inner features")
+        raise TplabError(f"{tensor_parallel_size} ranks cannot share {inner} inner features")
     parts, unit = split_evenly(inner, tensor_parallel_size), 84 / max(hidden, inner)
     wide, long, flat = max(26.0, hidden * unit), max(26.0, inner * unit), max(10.0, min(24.0, tokens * unit))
     at, widths = [_LEFT], (wide, wide, long * len(parts[0]) / inner, long, wide, 16.0, wide)

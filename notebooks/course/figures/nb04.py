@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 
+from tplab.errors import TplabError
 from tplab.show.drawings.svg import colour
 from tplab.show.figures.style import RED, Picture, looks, picture, styled
-from tplab.show.phrases import ShowError
 
 ALIKE = 1e-3  # relative to the whole's largest number
 
@@ -19,7 +19,7 @@ def heads_figure(whole, held: Mapping[str, Sequence], title: str | None = None) 
         >>> figures.heads_figure(keys, {"right": per_rank, "modulo": others})
     """
     if whole.dim() != 3 or not held or any(x.dim() != 3 for ranks in held.values() for x in ranks):
-        raise ShowError("a figure of heads needs tensors [tokens, heads, head_dim]")
+        raise TplabError("a figure of heads needs tensors [tokens, heads, head_dim]")
     columns = {"Hugging Face": [("", head, whole[:, head]) for head in range(whole.shape[1])]}
     columns |= {label: [(f"rank {rank}: ", _same(x[:, here], whole), x[:, here]) for rank, x in enumerate(ranks)
                         for here in range(x.shape[1])] for label, ranks in held.items()}
@@ -61,7 +61,7 @@ def tokens_per_step_figure(histories: Mapping[str, Iterable], title: str | None 
     """
     counts = {label: [sum(record.tokens.values()) for record in history] for label, history in histories.items()}
     if not counts or not all(counts.values()):
-        raise ShowError("there is nothing to draw: an engine has computed no step yet")
+        raise TplabError("there is nothing to draw: an engine has computed no step yet")
     figure, ax = picture(9.0, 3.9)
     for label, look in looks(counts).items():
         ax.plot(range(1, len(counts[label]) + 1), counts[label], color=look.color, marker=look.marker, ms=8,

@@ -7,10 +7,11 @@ from typing import NamedTuple
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from tplab.errors import TplabError
 from tplab.show.drawings.blocks import blocks_figure, short, tint
 from tplab.show.drawings.svg import LINE, Drawing, Svg, box, cell, colour, write
 from tplab.show.figures.style import FAINT, INK, RED, Picture, picture, show_with_words, styled
-from tplab.show.phrases import ShowError, row_distances
+from tplab.show.phrases import row_distances
 from tplab.show.steps import EngineSteps
 
 WRONG, RIGHT, FOUND, HIGH, WIDE = "#f3b98f", "#d9f0e8", "#ffffff", 30.0, 940.0
@@ -111,7 +112,7 @@ def token_grid_figure(report, tokenizer, point: str | None = None) -> Drawing:
         >>> figures.token_grid_figure(align_decode(ckpt, prompts, patches=[fault]), ckpt.tokenizer())
     """
     if report.decode is None:
-        raise ShowError("token_grid_figure takes a report of align_decode")
+        raise TplabError("token_grid_figure takes a report of align_decode")
     first = report.first_divergence
     point = point or ("norm" if first is None or first.name == "logits" else first.name)
     outside = (not distance <= report.floor for distance in row_distances(report, point))

@@ -9,8 +9,8 @@ import numpy as np
 from matplotlib.patches import ConnectionPatch, FancyBboxPatch
 
 from tplab.checks import counted
+from tplab.errors import TplabError
 from tplab.show.figures.style import BLUE, FAINT, GREEN, INK, ORANGE, RED, Look, Picture, looks, picture, styled
-from tplab.show.phrases import ShowError
 
 _AGREES, _BAND = "#eef3f0", "#fbe3d6"
 _LANES = 6  # side by side on one line of panels
@@ -51,7 +51,7 @@ def op_logs(errors, title: str | None = None) -> Picture:
     errors = errors if isinstance(errors, Mapping) else {"": errors}
     runs = {name: _failed_run(_rank_error(error)) for name, error in errors.items()}
     if not runs:
-        raise ShowError("op_logs takes a RankError or {title: RankError}, and at least one of them")
+        raise TplabError("op_logs takes a RankError or {title: RankError}, and at least one of them")
     ranks = max(len(run.columns) for run in runs.values())
     across = min(max(1, _LANES // ranks), len(runs))
     lines = [list(runs.items())[at : at + across] for at in range(0, len(runs), across)]
@@ -76,7 +76,7 @@ def _rank_error(error):
     while error is not None and not hasattr(error, "causes"):
         error = error.__cause__
     if error is None or not error.logs:
-        raise ShowError("there are no op logs to show: this is not the error of a run on ranks")
+        raise TplabError("there are no op logs to show: this is not the error of a run on ranks")
     return error
 
 
@@ -230,7 +230,7 @@ def collective_cost_figure(measured: Mapping[str, Mapping[int, Sequence[float]]]
         >>> figures.collective_cost_figure({"all_reduce": {4: seconds, 4096: more}}, {"one token": 512})
     """
     if not measured or not all(len(line) > 1 for line in measured.values()):
-        raise ShowError("collective_cost_figure takes {label: {bytes: seconds}} with at least two sizes")
+        raise TplabError("collective_cost_figure takes {label: {bytes: seconds}} with at least two sizes")
     figure, ax = picture(9.0, 4.6)
     for (label, line), look in zip(measured.items(), looks(measured).values()):
         _line(ax, label, line, look)
@@ -289,7 +289,7 @@ def threads_figure(measured: Mapping[int, Sequence[float]], ranks: int, cores: i
         >>> figures.threads_figure({1: with_one, 2: with_two}, ranks=2, cores=2)
     """
     if len(measured) < 2:
-        raise ShowError("threads_figure compares at least two numbers of threads")
+        raise TplabError("threads_figure compares at least two numbers of threads")
     yardstick = float(np.median(next(iter(measured.values()))))
     figure, ax = picture(9.0, 1.4 + 0.75 * len(measured))
     ax.axvline(1, color=INK, lw=1.2, ls="--", zorder=0)

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from tplab.errors import TplabError
 from tplab.show.figures.style import FAINT, Picture, looks, picture, styled
-from tplab.show.phrases import ShowError
 
 
 @styled
@@ -21,8 +21,8 @@ def roofline_figure(points: Mapping[str, tuple[float, float]], roofs: Mapping[st
     """
     numbers = [number for pair in (*points.values(), *roofs.values()) for number in pair]
     if not points or not roofs or not all(number > 0 for number in numbers):
-        raise ShowError("roofline_figure takes {what: (operations per byte, operations per second)} and {whose: (bytes "
-                        "per second, operations per second)}, all above 0")
+        raise TplabError("roofline_figure takes {what: (operations per byte, operations per second)} and {whose: "
+                         "(bytes per second, operations per second)}, all above 0")
     figure, ax = picture(9.0, 4.6)
     drawn = [one[0] for one in points.values()] + [peak / bandwidth for bandwidth, peak in roofs.values()]
     x = np.geomspace(min(drawn) / 3, max(drawn) * 3, 200)

@@ -3,10 +3,10 @@
 import math
 from collections.abc import Mapping, Sequence
 
+from tplab.errors import TplabError
 from tplab.shard import ShardPlan
 from tplab.show.drawings.svg import INK, Drawing, Svg, box, colour, write
 from tplab.show.figures.style import Picture, picture, styled
-from tplab.show.phrases import ShowError
 
 _LEFT, _HIGH, _ROW = 128.0, 56.0, 100.0  # where the first expert begins; an expert's height, and that of a plan's row
 
@@ -17,7 +17,7 @@ def experts_figure(plans: Mapping[str, ShardPlan]) -> Drawing:
         >>> figures.experts_figure({"expert parallel": ShardPlan.from_config(config, 3, enable_expert_parallel=True)})
     """
     if not plans or not all(plan.num_experts for plan in plans.values()):
-        raise ShowError("experts_figure takes {title: ShardPlan}, of plans with experts")
+        raise TplabError("experts_figure takes {title: ShardPlan}, of plans with experts")
     body, details, most = "", [], max(plan.num_experts for plan in plans.values())
     wide = min(70.0, 760 / most)
     for number, (title, plan) in enumerate(plans.items()):
@@ -50,7 +50,7 @@ def routes_figure(routes: Mapping[str, tuple], words: Sequence[str], num_experts
         >>> figures.routes_figure({"layer 0": (weights[0], ids[0])}, words, 8, "Two experts do nearly all of the work")
     """
     if not routes or any(ids.shape[0] != len(words) for _, ids in routes.values()):
-        raise ShowError("give {label: (weights, ids)}, with a row for each word")
+        raise TplabError("give {label: (weights, ids)}, with a row for each word")
     figure, axes = picture(9.6, 0.9 + len(routes) * (0.5 + 0.17 * num_experts), nrows=len(routes), sharex=True,
                            squeeze=False)
     counts = []

@@ -8,8 +8,8 @@ import torch
 from matplotlib.ticker import MaxNLocator, NullLocator
 
 from tplab.checks import counted
+from tplab.errors import TplabError
 from tplab.show.figures.style import INK, RED, Picture, looks, picture, styled
-from tplab.show.phrases import ShowError
 
 _WIDE, _SIZE = 110, 10  # characters of a line, points of a character
 
@@ -21,7 +21,7 @@ def texts_figure(texts: Mapping[str, Sequence[str]], title: str) -> Picture:
         >>> figures.texts_figure({"one rank": ["the", " fox"], "two ranks": ["the", " dog"]}, "Two answers")
     """
     if not texts or not all(texts.values()):
-        raise ShowError("texts_figure takes {label: the tokens of a text}")
+        raise TplabError("texts_figure takes {label: the tokens of a text}")
     first, places, y = next(iter(texts.values())), [], 0
     for label, tokens in texts.items():
         same = next((at for at, pair in enumerate(zip(first, tokens)) if pair[0] != pair[1]), len(tokens))

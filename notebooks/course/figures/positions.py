@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 
+from tplab.errors import TplabError
 from tplab.show.figures.diffs import label_differences
 from tplab.show.figures.scale import DifferenceAxis
 from tplab.show.figures.style import Picture, looks, picture, styled
-from tplab.show.phrases import ShowError, dtype_name, magnitude, row_distances
+from tplab.show.phrases import dtype_name, magnitude, row_distances
 
 
 @styled
@@ -20,7 +21,7 @@ def position_figure(reports: Mapping, point: str = "layers.0.q_rope", first: int
     """
     values = {label: row_distances(report, point, label)[:first] for label, report in reports.items()}
     if len({len(line) for line in values.values()}) != 1:
-        raise ShowError("the reports are not about the same prompt" if values else "there is no report to draw")
+        raise TplabError("the reports are not about the same prompt" if values else "there is no report to draw")
     figure, ax = picture(9.0, 4.4)
     axis = DifferenceAxis(ax, values, {dtype_name(r): r.floor for r in reports.values()})
     axis.draw(looks(values))

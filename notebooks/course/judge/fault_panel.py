@@ -11,7 +11,7 @@ from tplab.errors import TplabError
 from tplab.faults import fault
 from tplab.show.figures.diffs import diff_figure, finding
 from tplab.show.figures.style import image_html, show_with_words
-from tplab.show.phrases import ShowError, describe_report
+from tplab.show.phrases import describe_report
 
 
 class Panel:
@@ -28,7 +28,7 @@ class Panel:
         self._faults = [fault(one) if isinstance(one, str) else one for one in faults]
         names, self._model, self._dtype, self._previous = [one.name for one in self._faults], model, dtype, {}
         if strange := [name for name in ticked if name not in names]:
-            raise ShowError(f"{strange[0]!r} cannot be ticked: the panel has {', '.join(names)}")
+            raise TplabError(f"{strange[0]!r} cannot be ticked: the panel has {', '.join(names)}")
         # The name that the legend uses; the title below it, where it may take several lines.
         self._boxes = [widgets.Checkbox(value=fault.name in ticked, description=fault.name, tooltip=fault.title,
                                         indent=False, layout=widgets.Layout(width="auto")) for fault in self._faults]

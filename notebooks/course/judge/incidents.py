@@ -9,11 +9,12 @@ from pathlib import Path
 
 from course.figures.nb08 import incidents_figure
 from course.judge.words import CELL, in_words
+from tplab.errors import TplabError
 from tplab.pool import RankPool
 from tplab.ranks import RankError, rank
 from tplab.ranks.errors import location, side_by_side
 from tplab.show.figures.style import Picture
-from tplab.show.phrases import ShowError, in_width, say
+from tplab.show.phrases import in_width, say
 from tplab.show.tables import Table
 
 
@@ -79,14 +80,14 @@ class Incidents:
     def provoke(self, name: str, fn: Callable, within: float, timeout: float | None = None) -> None:
         """Run ``fn`` on the ranks, print the error, and note how long it took to come; ``within``: seconds that it may.
 
-        ``name`` says what happens. Raises `ShowError` if nothing fails: then the lesson would teach nothing.
+        ``name`` says what happens. Raises `TplabError` if nothing fails: then the lesson would teach nothing.
         """
         self.pool.run(rank)  # ranks that the last incident has ended are started now, not on this one's time
         begin = time.perf_counter()
         error = caught(self.pool.run, fn, timeout=timeout)
         seconds = time.perf_counter() - begin
         if not isinstance(error, RankError):
-            raise ShowError(f"{name}: this was to fail on the ranks, and what came was {error!r}")
+            raise TplabError(f"{name}: this was to fail on the ranks, and what came was {error!r}")
         self.happened[name] = Incident(error, seconds, within)
         print(error_text(error))
 
@@ -101,7 +102,7 @@ class Incidents:
     def figure(self, title: str | None = None) -> Picture:
         """Seconds until each failure was told, and its bound."""
         if not self.happened:
-            raise ShowError("nothing has happened yet; provoke something first")
+            raise TplabError("nothing has happened yet; provoke something first")
         return incidents_figure(self.happened, title)
 
 

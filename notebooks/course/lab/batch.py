@@ -24,17 +24,13 @@ STOPPED = "stopped by Ctrl-C"
 QUIET_KERNEL = ["--IPKernelApp.log_level=CRITICAL"]
 
 
-class BatchError(TplabError):
-    """A notebook, a parameter or a folder that cannot be used; found before anything runs."""
-
-
 def choose(names: list[str], folder: Path) -> list[Path]:
     """The notebooks meant by ``names``: a name, its number or a path each; all of ``folder`` if there are none."""
     series = sorted(folder.glob("*.ipynb"))
     chosen = [_choose_one(name, series) for name in names] or series
     twice = [path.stem for path in chosen if [other.stem for other in chosen].count(path.stem) > 1]
     if twice or not chosen:
-        raise BatchError(f"two notebooks would both write {twice[0]}.html; run them one after the other" if twice
+        raise TplabError(f"two notebooks would both write {twice[0]}.html; run them one after the other" if twice
                          else f"there is no notebook in {folder}")
     return chosen
 
@@ -46,7 +42,7 @@ def _choose_one(name: str, series: list[Path]) -> Path:
     matches = [other for other in series if path.name in (other.name, other.stem, other.stem.split("_")[0])]
     if len(matches) != 1:
         known = [other.stem for other in series]
-        raise BatchError(f"no notebook {name!r}" + _known(name, known))
+        raise TplabError(f"no notebook {name!r}" + _known(name, known))
     return matches[0]
 
 
@@ -57,14 +53,14 @@ def _known(name: str, known) -> str:
 def declared_parameters(notebook: Path) -> dict:
     """{name: default} of a notebook's cell tagged ``parameters``, as papermill finds it; {} if it has none.
 
-    A default that is no literal (an expression) is None, which stands for any type. `BatchError` if it is no notebook.
+    A default that is no literal (an expression) is None, which stands for any type. `TplabError` if it is no notebook.
     """
     import papermill
 
     try:
         found = papermill.inspect_notebook(notebook)
     except Exception as error:  # JSON of any other kind comes as AttributeError, KeyError, TypeError and more
-        raise BatchError(f"not a notebook: {_first_line(error)}") from error
+        raise TplabError(f"not a notebook: {_first_line(error)}") from error
     return {name: _literal(parameter["default"], None) for name, parameter in found.items()}
 
 
@@ -79,24 +75,24 @@ def assign(notebooks: list[Path], pairs: list[tuple[str, str]]) -> tuple[dict[Pa
     """Each notebook gets those of ``pairs`` that it declares: ``{notebook: {name: value}}``.
 
     The second result is ``{notebook: failure}`` of those that cannot be run at all. A name that no notebook declares,
-    or a value whose type is not the default's, raises `BatchError`.
+    or a value whose type is not the default's, raises `TplabError`.
     """
     declared, failures = {}, {}
     for notebook in notebooks:
         try:
             declared[notebook] = declared_parameters(notebook)
-        except BatchError as error:
+        except TplabError as error:
             failures[notebook] = str(error)
     known = {name: default for parameters in declared.values() for name, default in parameters.items()}
     values = {}
     for name, text in pairs if declared else ():
         if name not in known:
-            raise BatchError(f"no notebook has a parameter {name!r}" + _known(name, known))
+            raise TplabError(f"no notebook has a parameter {name!r}" + _known(name, known))
         default = known[name]
         value = text if isinstance(default, str) else _literal(text, text)
         fitting = (float, int) if type(default) is float else (type(default),)
         if default is not None and type(value) not in fitting:
-            raise BatchError(f"parameter {name} is {type(default).__name__} (default {default!r}), not {text!r}")
+            raise TplabError(f"parameter {name} is {type(default).__name__} (default {default!r}), not {text!r}")
         values[name] = value
     return {notebook: {name: values[name] for name in values if name in names}
             for notebook, names in declared.items()}, failures
@@ -105,7 +101,7 @@ def assign(notebooks: list[Path], pairs: list[tuple[str, str]]) -> tuple[dict[Pa
 def results_folder(out: str | None, notebooks: list[Path]) -> Path:
     """Make the folder ``out`` (None: a new one under ``runs/``), empty of what an earlier run left of ``notebooks``.
 
-    Raises `BatchError` if it cannot be written, or if the results would overwrite a file that no run has written.
+    Raises `TplabError` if it cannot be written, or if the results would overwrite a file that no run has written.
     """
     folder = Path(out) if out is not None else FOLDER.parent / "runs" / f"{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
     try:
@@ -116,12 +112,12 @@ def results_folder(out: str | None, notebooks: list[Path]) -> Path:
             asked_for = path.resolve() in [notebook.resolve() for notebook in notebooks]
             if asked_for or not _is_result(path):
                 what = "is one of the notebooks to run" if asked_for else "was not written by an earlier run"
-                raise BatchError(f"{path} {what} and would be overwritten; --out must name another folder")
+                raise TplabError(f"{path} {what} and would be overwritten; --out must name another folder")
         for path in old:
             path.unlink()
         return folder
     except OSError as error:
-        raise BatchError(f"results cannot be written to {folder}: {error.strerror}; --out names a folder that can be "
+        raise TplabError(f"results cannot be written to {folder}: {error.strerror}; --out names a folder that can be "
                          "written") from error
 
 

@@ -37,10 +37,6 @@ _FROM_AFAR = re.compile(r'<script[^>]* src="https?://[^>]*>\s*</script>')
 _TO_NOTEBOOK = re.compile(r'<a href="([^":/]+)\.ipynb(#[^"]*)?">(.*?)</a>', re.DOTALL)
 
 
-class ReportError(TplabError):
-    """There is nothing to report."""
-
-
 @dataclass(frozen=True)
 class Outcome:
     """The result of one notebook."""
@@ -62,7 +58,7 @@ class Outcome:
 
 
 def outcomes_in(folder: Path) -> list[Outcome]:
-    """Of every executed notebook in a folder what came of it, as the notebook itself says. `ReportError` for none."""
+    """Of every executed notebook in a folder what came of it, as the notebook itself says. `TplabError` for none."""
     import nbformat
 
     outcomes = []
@@ -73,7 +69,7 @@ def outcomes_in(folder: Path) -> list[Outcome]:
         seconds = notebook.metadata.get("papermill", {}).get("duration") or 0.0
         outcomes.append(Outcome(path, path, seconds, errors[0] if errors else None))
     if not outcomes:
-        raise ReportError(f"there is no notebook in {folder}; give a folder of executed notebooks")
+        raise TplabError(f"there is no notebook in {folder}; give a folder of executed notebooks")
     return outcomes
 
 

@@ -11,10 +11,6 @@ from tplab.model.dtypes import parse_dtype
 from tplab.pool import available_cores
 
 
-class ScoreError(TplabError):
-    """An option of the score makes no sense; the message says which values would."""
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("models", nargs="*", metavar="MODEL", help="the models to break (those of the museum)")
     parser.add_argument("--tp", default="2,3", metavar="N,N", help="numbers of ranks (2,3)")
@@ -26,7 +22,7 @@ def main(chosen: argparse.Namespace) -> int:
     """Run it; exit code 1 if a fault was named wrongly, not named or not seen, or a healthy engine blamed."""
     sizes = _listed(chosen.tp)
     if not sizes or not all(size.isdecimal() and int(size) for size in sizes):
-        raise ScoreError(f"--tp takes numbers of ranks from 1 up, such as 2,3, not {quoted(chosen.tp)}")
+        raise TplabError(f"--tp takes numbers of ranks from 1 up, such as 2,3, not {quoted(chosen.tp)}")
     dtypes = _listed(chosen.dtype)
     for dtype in dtypes:
         parse_dtype(dtype)

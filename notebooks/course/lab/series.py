@@ -3,7 +3,7 @@
 import re
 from html import escape
 
-from tplab.show.phrases import ShowError
+from tplab.errors import TplabError
 from tplab.show.tables import Table
 
 
@@ -61,8 +61,8 @@ def map_of_series() -> SeriesMap:
 
     found = sorted(FOLDER.glob("[0-9][0-9]_*.ipynb"))
     if not found:
-        raise ShowError("the notebooks are not beside this copy of tplab; use the repository's own installation "
-                        "(./launch)")
+        raise TplabError("the notebooks are not beside this copy of tplab; use the repository's own installation "
+                         "(./launch)")
     stops = []
     for path in found:
         header = nbformat.read(path, as_version=4).cells[0].source

@@ -16,7 +16,7 @@ from course.cost.amounts import (
     mlp_amount,
     step_amount,
 )
-from course.cost.cost import CostError, step_cost
+from course.cost.cost import step_cost
 from course.cost.links import LINKS, linked_machine
 from course.cost.machine import Machine
 from course.cost.shapes import SHAPES, shape_config
@@ -123,7 +123,7 @@ def test_time_per_weight_between_and_beyond_what_was_measured():
 @pytest.mark.parametrize("parts, words", [([], "at least one token"), ([Part(0, 0)], r"not \(0, 0\)"),
                                           ([Part(-1, 1)], r"not \(-1, 1\)"), ([Part(0.5, 1)], r"not \(0.5, 1\)")])
 def test_what_is_no_step(parts, words):
-    with pytest.raises(CostError, match=words):
+    with pytest.raises(TplabError, match=words):
         step_cost(CONFIG, PLAN, parts, 1, BF16, ROUND)
 
 

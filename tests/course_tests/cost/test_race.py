@@ -13,7 +13,8 @@ from helpers.checkpoints import make_checkpoint
 from course.__main__ import main
 from course.cost import race as race_module
 from course.cost import vllm_side
-from course.cost.race import VLLM, RaceError, Timing, Work, _alone, race, speed, work_of
+from course.cost.race import VLLM, Timing, Work, _alone, race, speed, work_of
+from tplab.errors import TplabError
 
 # In vLLM's place: ready after a line of noise, with a child of its own; then a line for a line.
 PEER = """
@@ -96,7 +97,7 @@ def test_one_that_is_not_measured_stands_still_with_all_it_has_started_and_ends_
 
 def test_a_peer_that_has_ended_says_its_last_words(peer):
     for _ in range(2):
-        with pytest.raises(RaceError, match="vLLM, 2 threads has ended: out of luck"):
+        with pytest.raises(TplabError, match="vLLM, 2 threads has ended: out of luck"):
             peer.time(Work([[0]], [1]))
 
 
@@ -141,5 +142,5 @@ def test_what_is_no_race_is_one_line(words, said, capsys):
 
 def test_a_python_that_cannot_be_started_is_named():
     ckpt = SimpleNamespace(folder="folder", config=SimpleNamespace(max_position_embeddings=300))
-    with pytest.raises(RaceError, match="nowhere/python cannot be started: No such file"):
+    with pytest.raises(TplabError, match="nowhere/python cannot be started: No such file"):
         VLLM(ckpt, 1, "float32", "nowhere/python")

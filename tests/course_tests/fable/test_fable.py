@@ -8,11 +8,12 @@ from collections import Counter
 import pytest
 from tokenizers import Tokenizer
 
-from course.fable import CHECKPOINT, FableError, default_story, plots, stories, words
+from course.fable import CHECKPOINT, default_story, plots, stories, words
 from course.fable.reading import read
 from course.fable.recall import recall, reference_generate
 from tplab.checkpoint.names import EMBEDDED
 from tplab.checkpoint.prompts import default_prompt
+from tplab.errors import TplabError
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def test_splits_share_no_pair_of_names(many):
 @pytest.mark.parametrize("split, n", [("test", 1), ("", 1), ("train", -1)])
 def test_bad_requests_are_refused(split, n):
     assert stories("train", 0) == []
-    with pytest.raises(FableError):
+    with pytest.raises(TplabError):
         stories(split, n)
 
 
@@ -131,9 +132,9 @@ def test_recall_scores_an_oracle_full_and_a_repeater_empty(tokenizer):
 
 
 def test_recall_refuses_what_it_cannot_measure():
-    with pytest.raises(FableError, match="at least one story"):
+    with pytest.raises(TplabError, match="at least one story"):
         recall(lambda prompts, n: [], [])
-    with pytest.raises(FableError, match="1 outputs for 2 prompts"):
+    with pytest.raises(TplabError, match="1 outputs for 2 prompts"):
         recall(lambda prompts, n: [[]], stories("held-out", 2))
 
 

@@ -17,6 +17,7 @@ from course.figures.nb08 import latency_and_bandwidth
 from tplab import LLM, SamplingParams, ShardPlan, show
 from tplab.align import align_decode
 from tplab.align.report import Evidence
+from tplab.errors import TplabError
 from tplab.faults import fault
 from tplab.ranks import CollectiveMismatch, RankError
 from tplab.ranks.errors import Cause
@@ -126,7 +127,7 @@ def test_a_figure_draws_and_has_its_title_and_its_words(name):
     lambda: figures.routes_figure({"layer 0": ROUTE}, [" the"], 4, ""), lambda: figures.experts_figure({}),
     lambda: figures.column_row_figure(5, 8, 3, 4), lambda: figures.token_grid_figure(make_report(), None)])
 def test_what_cannot_be_drawn_is_refused(draw):
-    with pytest.raises(show.ShowError):
+    with pytest.raises(TplabError):
         draw()
 
 

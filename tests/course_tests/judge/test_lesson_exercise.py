@@ -6,6 +6,7 @@ import pytest
 from course import figures, lab, lesson
 from course.lab import batch, doctor
 from tplab import show
+from tplab.errors import TplabError
 
 
 def test_a_shown_error_is_printed_and_the_notebook_goes_on(capsys):
@@ -117,7 +118,7 @@ def test_the_map_is_read_from_the_notebooks(monkeypatch, tmp_path):
 
 def test_no_map_without_notebooks(monkeypatch, tmp_path):
     monkeypatch.setattr(batch, "FOLDER", tmp_path)
-    with pytest.raises(show.ShowError, match="not beside this copy"):
+    with pytest.raises(TplabError, match="not beside this copy"):
         lab.map_of_series()
 
 

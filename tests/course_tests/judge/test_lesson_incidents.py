@@ -8,7 +8,7 @@ from matplotlib.colors import to_hex
 
 from course import lesson
 from course.judge.incidents import Incident
-from tplab import show
+from tplab.errors import TplabError
 from tplab.pool import RankPool
 from tplab.ranks import OpRecord, RankError, errors, rank
 from tplab.ranks.errors import Cause, Frame
@@ -50,10 +50,10 @@ def test_ranks_that_an_incident_has_ended_are_back_before_the_next_one_is_timed(
 
 def test_what_does_not_fail_is_no_incident(pool, monkeypatch):
     incidents = lesson.Incidents(pool)
-    with pytest.raises(show.ShowError, match="nothing: this was to fail on the ranks, and what came was None"):
+    with pytest.raises(TplabError, match="nothing: this was to fail on the ranks, and what came was None"):
         incidents.provoke("nothing", rank, within=1)
     monkeypatch.setattr(RankPool, "run", lambda self, fn, **more: fn is rank or 1 / 0)
-    with pytest.raises(show.ShowError, match=r"what came was ZeroDivisionError\('division by zero'\)"):
+    with pytest.raises(TplabError, match=r"what came was ZeroDivisionError\('division by zero'\)"):
         incidents.provoke("nothing", raises, within=1)
     assert not incidents.happened
 
@@ -79,7 +79,7 @@ def test_a_report_that_comes_too_late_is_named(pool):
 
 
 def test_nothing_to_draw_yet(pool):
-    with pytest.raises(show.ShowError, match="nothing has happened yet"):
+    with pytest.raises(TplabError, match="nothing has happened yet"):
         lesson.Incidents(pool).figure()
 
 

@@ -10,8 +10,8 @@ from IPython.utils.capture import capture_output
 
 from course import lesson
 from course.judge import fault_panel
-from tplab import show
 from tplab.align import AlignError, Diagnosis
+from tplab.errors import TplabError
 
 
 @pytest.fixture
@@ -123,14 +123,13 @@ def test_what_is_stored_has_a_picture_and_no_random_text(made, asked, fable_stan
 
 
 def test_what_cannot_be_ticked(asked, fable_stand_in):
-    with pytest.raises(show.ShowError, match="'no_mask' cannot be ticked: the panel has nan_mask"):
+    with pytest.raises(TplabError, match="'no_mask' cannot be ticked: the panel has nan_mask"):
         lesson.panel(["nan_mask"], model=fable_stand_in, ticked=["no_mask"], prompt="Hi")
 
 
 def test_a_misspelt_fault_lists_the_museum(asked):
-    from tplab.faults import FaultError
 
-    with pytest.raises(FaultError, match="nan_mask"):
+    with pytest.raises(TplabError, match="nan_mask"):
         lesson.panel(["nanmask"], prompt="Hi")
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 
 from tplab.cache import BlockPool, slot_mapping
+from tplab.errors import TplabError
 from tplab.show.drawings.svg import GREY, LINE, Drawing, Svg, box, cell, colour, write
-from tplab.show.phrases import ShowError
 from tplab.show.steps import EngineSteps, Moment
 
 CELL, HIGH, GAP, LEFT = 36.0, 18.0, 10.0, 8.0
@@ -35,7 +35,7 @@ def slots_figure(block_ids: Sequence[int], tokens: Sequence[str], block_size: in
         >>> show.slots_figure([4, 1, 3], ["Once", " upon", " a", " time", ",", " a", " fox"])
     """
     if len(tokens) > len(block_ids) * block_size:
-        raise ShowError(f"{len(tokens)} tokens do not fit into {len(block_ids)} blocks of {block_size}")
+        raise TplabError(f"{len(tokens)} tokens do not fit into {len(block_ids)} blocks of {block_size}")
     BlockPool(num_blocks, block_size)
     slots = slot_mapping(block_ids, range(len(tokens)), block_size)
     wide, top, table, below = block_size * CELL + GAP, 40.0, 76.0, 176.0

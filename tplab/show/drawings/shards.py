@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from tplab.checks import counted, spans
+from tplab.errors import TplabError
 from tplab.shard.plan import RankShard, ShardPlan
 from tplab.show.drawings.svg import GREY, INK, LINE, Drawing, Svg, beside, box, colour, write
-from tplab.show.phrases import ShowError
 
 
 def plan_drawing(plan: ShardPlan, title: str = "", ends: bool = True) -> Svg:
@@ -70,7 +70,7 @@ def plan_figure(plans) -> Drawing:
     single = isinstance(plans, ShardPlan)
     plans = {"": plans} if single else plans
     if not isinstance(plans, Mapping) or not plans:
-        raise ShowError("plan_figure takes a ShardPlan or {title: ShardPlan}")
+        raise TplabError("plan_figure takes a ShardPlan or {title: ShardPlan}")
     svg = beside([plan_drawing(plan, title, ends=single) for title, plan in plans.items()]).text()
     details = ". ".join(f"{title}: {_describe_plan(plan)}".removeprefix(": ") for title, plan in plans.items())
     return Drawing(svg, f"Figure: which rank holds which heads. {details}.")
@@ -197,7 +197,7 @@ def weight_figure(weights) -> Drawing:
     """
     weights = {weights.name: weights} if isinstance(weights, ShardedWeight) else weights
     if not isinstance(weights, Mapping) or not weights:
-        raise ShowError("weight_figure takes a ShardedWeight or {title: ShardedWeight}")
+        raise TplabError("weight_figure takes a ShardedWeight or {title: ShardedWeight}")
     svg = beside([weight.drawing(title) for title, weight in weights.items()]).text()
     return Drawing(svg, "Figure: what each rank holds of a weight. "
                    + ". ".join(f"{title}: {weight}" for title, weight in weights.items()) + ".")

@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping
 
+from tplab.errors import TplabError
 from tplab.show.figures.scale import DifferenceAxis
 from tplab.show.figures.style import STAGES, Picture, looks, picture, styled
-from tplab.show.phrases import ShowError, describe, distance, dtype_name
+from tplab.show.phrases import describe, distance, dtype_name
 
 ENDS = ("embed", "output", "norm", "logits")
 
@@ -40,18 +41,19 @@ def staircase(reports: Mapping, title: str | None = None) -> Picture:
     """
     unknown = [label for label in reports if label not in STAGES]
     if unknown:
-        raise ShowError(f"{unknown[0]!r} is no stage of the series; the stages are {', '.join(map(repr, STAGES))}")
+        raise TplabError(f"{unknown[0]!r} is no stage of the series; the stages are {', '.join(map(repr, STAGES))}")
     return diff_figure(reports, title or _stairs_finding(reports))
 
 
 def _shared_points(reports) -> list[str]:
     if not reports:
-        raise ShowError("there is no report to draw; give {label: report}")
+        raise TplabError("there is no report to draw; give {label: report}")
     names = [[p.name for p in report.points if p.name.rpartition(".")[2] in ENDS] for report in reports.values()]
     if any(other != names[0] for other in names):
-        raise ShowError("the reports are of models with different numbers of layers; draw them in figures of their own")
+        raise TplabError("the reports are of models with different numbers of layers; draw each in a figure of "
+                         "its own")
     if not names[0]:
-        raise ShowError("no layer's output and no end of the model was recorded; show.points_figure draws what was")
+        raise TplabError("no layer's output and no end of the model was recorded; show.points_figure draws what was")
     return names[0]
 
 

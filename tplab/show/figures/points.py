@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from itertools import groupby
 
 from tplab.align.check.match import span
+from tplab.errors import TplabError
 from tplab.show.figures.diffs import label_differences
 from tplab.show.figures.scale import DifferenceAxis
 from tplab.show.figures.style import STAGES, Picture, looks, picture, styled
-from tplab.show.phrases import ShowError, describe_point, distance, dtype_name
+from tplab.show.phrases import describe_point, distance, dtype_name
 
 _TITLE = 90  # characters that fit above the figure
 
@@ -23,14 +24,14 @@ def points_figure(reports, layer: int | None = None, title: str | None = None) -
     """
     reports = reports if isinstance(reports, Mapping) else {reports.engine: reports}
     if not reports:
-        raise ShowError("there is no report to draw; give a report or {label: report}")
+        raise TplabError("there is no report to draw; give a report or {label: report}")
     first = next(iter(reports.values()))
     layer = _first_layer(first) if layer is None else layer
     points = {label: [p for p in r.points if p.name.startswith(f"layers.{layer}.")] for label, r in reports.items()}
     if not all(points.values()):
         layers = sorted({int(p.name.split(".")[1]) for p in first.points if p.name.startswith("layers.")})
         there = f"{first.model} has {span(layers).replace('–', ' to ')}" if layers else "points of none were recorded"
-        raise ShowError(f"there is no layer {layer!r}; {there}")
+        raise TplabError(f"there is no layer {layer!r}; {there}")
     names = [p.name.rpartition(".")[2] for p in next(iter(points.values()))]
     figure, ax = picture(9.0, 4.3)
     _draw(ax, points, {dtype_name(r): r.floor for r in reports.values()})

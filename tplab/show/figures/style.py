@@ -14,7 +14,8 @@ import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-from tplab.show.phrases import ShowError, in_width
+from tplab.errors import TplabError
+from tplab.show.phrases import in_width
 
 INK, FAINT, FLOOR, NOTHING = "#222222", "#8a8a8a", "#e4e4e4", "#f6f6f6"
 BLUE, SKY, GREEN, ORANGE, RED, PINK, BLACK = (
@@ -58,7 +59,7 @@ def looks(labels: Iterable[str], good: Iterable[bool] = ()) -> dict[str, Look]:
     spare = iter([STAGES[stage] for stage in order if STAGES[stage] not in known.values()])
     chosen = {label: known.get(label) or next(spare, None) for label in labels}
     if None in chosen.values():
-        raise ShowError(f"a figure can tell {len(STAGES)} lines apart, not {len(labels)}")
+        raise TplabError(f"a figure can tell {len(STAGES)} lines apart, not {len(labels)}")
     return chosen
 
 
