@@ -1,4 +1,4 @@
-"""Paged attention against the plain oracle, the contiguous cache against a forward pass over everything."""
+"""Paged attention against the plain oracle, and a cache against a forward pass over everything."""
 
 import itertools
 import math
@@ -9,7 +9,7 @@ from helpers.checkpoints import make_checkpoint
 from helpers.oracle import oracle_attention
 from helpers.turns import by_turns
 
-from tplab.cache import BlockPool, BlockTable, ContiguousKVCache, PagedKVCache, Segment
+from tplab.cache import BlockPool, BlockTable, PagedKVCache, Segment
 from tplab.cache.paged import rope_parts
 from tplab.checkpoint import open_checkpoint
 from tplab.model import NoCache, load_model
@@ -69,33 +69,6 @@ def test_a_neighbours_nan_stays_with_the_neighbour():
     assert paged_attention(cache, cache.context(segments), q, k, v, shard).isfinite().all()
 
 
-def test_a_contiguous_cache_grows_by_sequence_and_counts_keys_and_values():
-    cache = ContiguousKVCache(2, 3)
-    assert cache.nbytes == 0 and cache.computed == [0, 0] and [len(cache.k), len(cache.v)] == [3, 3]
-    k, v = torch.arange(24.0).view(4, 2, 3), torch.arange(8.0).view(4, 2, 1)
-    context = cache.context([3, 1])
-    assert context.lengths == [(3, 3), (1, 1)] and context.positions.tolist() == [0, 1, 2, 0]
-    first, second = context.batches(1, k, v)
-    assert cache.nbytes == 4 * 2 * (3 + 1) * 4 and cache.computed == [3, 1]
-    assert (first[0], second[0]) == (slice(0, 3), slice(3, 4)) and second[1].shape == (1, 2, 1, 3)
-    assert torch.equal(first[2][0], v[:3].transpose(0, 1)) and cache.k[0] == {}
-    context = cache.context([0, 2])
-    (batch,) = context.batches(1, k[:2], v[:2])
-    assert context.lengths == [(2, 3)] and context.positions.tolist() == [1, 2] and cache.computed == [3, 3]
-    assert batch[3].view(2, 3).tolist() == [[False, False, True], [False, False, False]], "the future alone is hidden"
-    assert torch.equal(cache.k[1][1], torch.cat([k[3:], k[:2]]))
-    rows = [batch[0] for batch in ContiguousKVCache(4, 1).context([1, 1, 0, 2]).batches(0, k, v)]
-    assert rows == [slice(0, 1), slice(1, 2), slice(2, 4)]
-
-
-def test_what_is_appended_stands_behind_the_past_and_is_a_copy():
-    cache, new = ContiguousKVCache(1, 1), torch.ones(2, 2, 3)
-    for count in (1, 2):
-        k, v = cache.append(0, 0, new, -new)
-        new.fill_(5)
-        assert k[:2].flatten(1).tolist() == [[1] * 6] * 2 and v[:2].sum() == -12 and len(k) == len(v) == 2 * count
-
-
 def test_an_empty_cache_takes_no_memory():
     import psutil
 
@@ -106,8 +79,7 @@ def test_an_empty_cache_takes_no_memory():
 
 
 @pytest.mark.parametrize("softmax, bound", [("float64", 1e-14), ("float32", 2e-6)])
-@pytest.mark.parametrize("kind", ["contiguous", "paged"])
-def test_a_cache_changes_nothing(tmp_path, kind, softmax, bound, monkeypatch):
+def test_a_cache_changes_nothing(tmp_path, softmax, bound, monkeypatch):
     """Two prompts in uneven steps through a cache, against both at once without one.
 
     Hugging Face's softmax is in float32, and one over fewer keys rounds differently (with AVX2, always): without its
@@ -121,11 +93,11 @@ def test_a_cache_changes_nothing(tmp_path, kind, softmax, bound, monkeypatch):
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(0, 67, (n,), generator=generator) for n in (13, 9)]
     whole = model(torch.cat(prompts), torch.cat([torch.arange(13), torch.arange(9)]), NoCache([13, 9])).split([13, 9])
-    contiguous, paged = ContiguousKVCache(2, 2), PagedKVCache(2, 8, 4, 2, 8, torch.float64)
+    cache = PagedKVCache(2, 8, 4, 2, 8, torch.float64)
     blocks, done, parts = [(5, 0, 3, 6), (2, 7, 1, 4)], [0, 0], [[], []]
     for counts in ([4, 0], [5, 3], [1, 1], [1, 1], [2, 4]):
         segments = [(i, Segment(done[i], n, blocks[i], 13)) for i, n in enumerate(counts) if n]
-        context = contiguous.context(counts) if kind == "contiguous" else paged.context([s for _, s in segments])
+        context = cache.context([s for _, s in segments])
         ids = torch.cat([prompts[i][s.start:s.start + s.count] for i, s in segments])
         positions = torch.cat([torch.arange(s.start, s.start + s.count) for _, s in segments])
         hidden = model(ids, positions, context).split([s.count for _, s in segments])
@@ -182,8 +154,7 @@ def test_rotations_are_those_of_an_undisturbed_run(segment, parts):
     assert PagedKVCache(1, 4, 4, 1, 2).context([segment._replace(block_ids=(0, 1))]).lengths == parts
 
 
-@pytest.mark.parametrize("kind", ["contiguous", "paged"])
-def test_a_cache_beyond_the_length_that_dynamic_rope_stretches(tmp_path, kind):
+def test_a_cache_beyond_the_length_that_dynamic_rope_stretches(tmp_path):
     """One prompt beyond the original length, one that grows beyond it, against Hugging Face with its own cache."""
     from transformers import AutoModelForCausalLM
 
@@ -200,11 +171,11 @@ def test_a_cache_beyond_the_length_that_dynamic_rope_stretches(tmp_path, kind):
                 out = hf(text[None, begin:end], past_key_values=past, use_cache=True)
             past, logits = out.past_key_values, [*logits, out.logits[0, -1]]
         expected.append(torch.stack(logits))
-    contiguous, paged = ContiguousKVCache(2, 2), PagedKVCache(2, 16, 4, 2, 8, torch.float64)
+    cache = PagedKVCache(2, 16, 4, 2, 8, torch.float64)
     blocks, done, ours = [range(0, 16, 2), range(1, 16, 2)], [0, 0], [[], []]
     for counts in (lengths, *[(1, 1)] * steps):
         segments = [Segment(done[i], n, tuple(blocks[i]), lengths[i]) for i, n in enumerate(counts)]
-        context = contiguous.context(counts) if kind == "contiguous" else paged.context(segments)
+        context = cache.context(segments)
         ids = torch.cat([texts[i][s.start:s.start + s.count] for i, s in enumerate(segments)])
         positions = torch.cat([torch.arange(s.start, s.start + s.count) for s in segments])
         with torch.inference_mode():
@@ -214,6 +185,3 @@ def test_a_cache_beyond_the_length_that_dynamic_rope_stretches(tmp_path, kind):
             done[i] += counts[i]
     for mine, theirs in zip(ours, expected):
         assert (torch.stack(mine) - theirs).abs().max() <= 1e-5
-    if kind == "contiguous":
-        assert contiguous.computed == [25, 18] and contiguous.context((0, 2)).lengths == [(2, 20)]
-        assert contiguous.context((3, 1)).positions.tolist() == [25, 26, 27, 20]

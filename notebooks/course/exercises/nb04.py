@@ -2,10 +2,10 @@
 
 import torch
 
+from course.contiguous_cache import ContiguousKVCache
 from course.judge.exercise import Example, Exercise, at
 from course.judge.words import NotYet, in_words
 from course.judge.work import numbers, pair
-from tplab.cache import ContiguousKVCache
 from tplab.model import NoCache, load_model
 from tplab.model.attention import causal_mask
 from tplab.pool import shared_pool
