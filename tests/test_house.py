@@ -18,8 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 ROOMS = ["record", "errors", "checks", "files", "patch", "checkpoint", "ranks", "pool", "shard", "model",
          "cache", "engine", "memory", "fast", "invariant", "llm", "faults", "align", "show", "cli"]
 # The same of the course; what lies beside the rooms is below them (the first two) or above (lesson, __main__).
-COURSE = ["random_weights", "contiguous_cache", "fable", "cost", "figures", "judge", "exercises", "cases", "lab", "lesson",
-          "__main__"]
+COURSE = ["random_weights", "contiguous_cache", "fable", "cost", "figures", "judge", "exercises", "cases", "lab",
+          "lesson", "__main__"]
 TOP_LEVEL = {"notebooks", "tplab", "tests", "environment.yml", "README.md", "README.zh-CN.md", "launch",
              "pyproject.toml", "LICENSE", "CHANGELOG.md", "CITATION.cff"}
 # Needed though no file imports them: to run the lab, and to test it.
