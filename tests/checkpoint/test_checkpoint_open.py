@@ -2,7 +2,6 @@
 
 import json
 import os
-import pickle
 import subprocess
 import sys
 from fnmatch import fnmatch
@@ -34,7 +33,7 @@ def test_expected_tensors_are_those_of_hugging_face(model_type, tie, bias):
     assert expected_shapes(ModelConfig.from_hf(hf), ()) == theirs
 
 
-@pytest.mark.parametrize("name, rope", zip(shapes(), [*ROPES, "default", "default"]))
+@pytest.mark.parametrize("name, rope", list(zip(shapes(), [*ROPES, "default", "default"])))
 def test_real_head_layouts_open_with_any_rope_and_hugging_face_loads_them(tmp_path, name, rope):
     folder = make_checkpoint(tmp_path / "m", **shapes()[name] | {"rope": rope, "shards": 2})
     config = open_checkpoint(folder).config
@@ -70,25 +69,6 @@ def test_eos_ids_come_from_generation_config_first(tmp_path):
     assert open_checkpoint(folder).config.eos_token_ids == (0,)
 
 
-def test_a_checkpoint_travels_to_a_rank_without_its_tokenizer(tmp_path):
-    ckpt = open_checkpoint(make_checkpoint(tmp_path / "m"))
-    ckpt._tokenizer = lambda: "something that cannot be pickled"
-    copy = pickle.loads(pickle.dumps(ckpt))
-    assert (copy.name, copy.folder, copy.config, copy.tensors) == (ckpt.name, ckpt.folder, ckpt.config, ckpt.tensors)
-    assert copy.config.hf.rope_parameters == ckpt.config.hf.rope_parameters
-    with copy.reader() as reader:
-        assert reader[HEAD][:].shape == (67, 32)
-
-
-def test_a_checkpoint_opened_by_a_relative_name_is_read_from_anywhere(tmp_path, monkeypatch):
-    make_checkpoint(tmp_path / "m")
-    monkeypatch.chdir(tmp_path)
-    ckpt = open_checkpoint("m")
-    monkeypatch.chdir("/")
-    with ckpt.reader() as reader:
-        assert reader["model.norm.weight"][:].isfinite().all()
-
-
 def test_where_the_cache_is(monkeypatch, tmp_path):
     monkeypatch.setenv("TPLAB_CACHE", "~/models")
     assert cache_dir() == Path.home() / "models"
@@ -100,13 +80,12 @@ def test_where_the_cache_is(monkeypatch, tmp_path):
     assert cache_dir() == tmp_path / ".cache" / "tplab"
 
 
-@pytest.mark.parametrize("home", ["", "/no/such/home"])
-def test_without_a_home_folder_the_cache_is_a_temporary_one_which_is_said_once(tmp_path, home):
+def test_without_a_home_folder_the_cache_is_a_temporary_one_which_is_said_once(tmp_path):
     code = ("from tplab.checkpoint import cache_dir, open_checkpoint\nopen_checkpoint('fable').tokenizer()\n"
             "print(cache_dir() == cache_dir(), cache_dir().parent)")
     env = {name: value for name, value in os.environ.items() if name not in ("TPLAB_CACHE", "XDG_CACHE_HOME")}
-    run = subprocess.run([sys.executable, "-c", code], env=env | {"HOME": home, "TMPDIR": str(tmp_path)}, timeout=300,
-                         capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300,
+                         env=env | {"HOME": "/no/such/home", "TMPDIR": str(tmp_path)})
     assert run.stdout == f"True {tmp_path}\n" and os.listdir(tmp_path) == []
     assert run.stderr.count("there is no home folder for a cache") == 1 == run.stderr.count("\n"), run.stderr
 
@@ -178,9 +157,3 @@ def test_hub_ids_are_downloaded_by_name_without_pickles(tmp_path, monkeypatch):
         assert any(fnmatch(file, pattern) for pattern in patterns), file
     for file in ("pytorch_model.bin", "model.pt", "modeling_own.py", "model.gguf", "original/model.safetensors.bin"):
         assert not any(fnmatch(file, pattern) for pattern in patterns), file
-
-
-def test_importing_the_room_does_not_import_transformers():
-    code = "import sys, tplab.checkpoint; print('transformers' in sys.modules, 'huggingface_hub' in sys.modules)"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
-    assert run.stdout.split() == ["False", "False"], run.stdout + run.stderr

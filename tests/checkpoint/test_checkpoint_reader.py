@@ -86,19 +86,3 @@ def test_unknown_names_and_closed_readers_are_refused(folder):
     with pytest.raises(CheckpointError, match="closed"):
         piece[:2]
     assert kept.isfinite().all()
-
-
-def test_a_file_that_went_away_is_named(folder):
-    ckpt = open_checkpoint(folder)
-    (folder / ckpt.tensors[UP].file).unlink()
-    with ckpt.reader() as r, pytest.raises(CheckpointError, match=f"{UP} cannot be read from model-0000"):
-        r[UP][:1]
-
-
-def test_files_of_which_nothing_is_asked_stay_closed(folder):
-    ckpt = open_checkpoint(folder)
-    for file in folder.glob("*.safetensors"):
-        if file.name != ckpt.tensors[UP].file:
-            file.unlink()
-    with ckpt.reader() as r:
-        assert r[UP][:1].shape == (1, 32)

@@ -132,22 +132,6 @@ def test_log_probabilities_are_the_models_before_temperature_and_filters(tempera
             assert len({t for t, _, _ in entries[1:]}) == counts[row]
 
 
-def test_asking_for_log_probabilities_does_not_change_the_draw():
-    logits = some_logits(len(DRAWS), 300, torch.float32)
-    plain = sampled(2, logits, DRAWS)[0]
-    assert sampled(2, logits, [draw._replace(logprobs=0) for draw in DRAWS])[0] == plain
-    assert sampled(2, logits, [draw._replace(logprobs=2) for draw in DRAWS])[0] == plain
-
-
-def test_the_noise_is_gumbels():
-    """Mean is Euler's constant, variance π²/6; half of it lies below -log(log 2)."""
-    noise = gumbel_noise(1, 0, 200_000)
-    assert noise.dtype == torch.float64 and noise.shape == (200_000,)
-    assert noise.mean().item() == pytest.approx(0.5772, abs=0.02)
-    assert noise.var().item() == pytest.approx(math.pi**2 / 6, rel=0.03)
-    assert (noise < -math.log(math.log(2))).double().mean().item() == pytest.approx(0.5, abs=0.01)
-
-
 def test_no_two_draws_share_their_noise():
     seeds, positions = (0, 1, 2, 5, 2**31 + 1, 2**32, 2**32 + 1, 2**33, 2**62, 2**62 + 7), (0, 1, 2, 50)
     seen = {tuple(gumbel_noise(seed, position, 3).tolist()) for seed in seeds for position in positions}

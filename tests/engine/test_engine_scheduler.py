@@ -56,14 +56,6 @@ def test_one_budget_for_all():
     assert [r.step_number for r in records] == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_max_num_seqs_run_and_one_more_waits():
-    run = Steps(2, 2, 2, max_num_seqs=2)
-    assert run.step().admitted == (0, 1) and run.waiting() == [2]
-    run.engine.finish(run.sequences[1], "stop")
-    record = run.step()
-    assert record.admitted == (2,) and record.tokens == {0: 1, 2: 2} and run.running() == [0, 2]
-
-
 def test_no_sequence_is_admitted_in_a_step_that_preempted():
     """Blocks of 2: after two steps both need a third block, and none is there. What the one gives back stays free."""
     run = Steps(3, 3, num_blocks=5, block_size=2, enable_prefix_caching=False)
@@ -78,29 +70,6 @@ def test_no_sequence_is_admitted_in_a_step_that_preempted():
     assert run.pool.num_used == 3 == records[2].used_blocks
 
 
-def test_no_newcomer_overtakes_a_preempted_one():
-    """The preempted sequence needs more than is free; one that would fit has to wait after it."""
-    run = Steps(4, 4, 8, 1, num_blocks=10, block_size=2, max_num_seqs=3, enable_prefix_caching=False)
-    records = run.steps(3)
-    assert [r.admitted for r in records] == [(0, 1, 2), (), ()] and [r.preempted for r in records] == [(), (2,), ()]
-    assert run.waiting() == [2, 3] and run.pool.num_free == 4
-    run.engine.finish(run.sequences[0], "abort")
-    assert run.step().admitted == (2, 3), "in their order"
-
-
-def test_reading_again_is_prefill_and_not_decoding():
-    """Until only its last token is missing, as when it had never lost its place."""
-    run = Steps(3, max_num_batched_tokens=2)
-    records = run.steps(5)
-    assert [bool(r.prefill) for r in records] == [True, True, False, False, False]
-    run.scheduler.reset()
-    assert run.sequences[0].num_tokens == 7
-    records = run.steps(5)
-    assert [r.tokens[0] for r in records] == [2, 2, 2, 1, 1]
-    # The fourth chunk is the one token that decoding would have computed.
-    assert [bool(r.prefill) for r in records] == [True, True, True, False, False]
-
-
 def test_a_prefix_hit_is_counted_and_not_computed_again():
     run = Steps([1, 2, 3, 4, 5, 6, 7, 8, 9], block_size=4)
     run.step()
@@ -110,34 +79,6 @@ def test_a_prefix_hit_is_counted_and_not_computed_again():
     assert record.tokens == {0: 1, other.request_id: 4, longer.request_id: 2}
     assert other.metrics.prefix_hit_tokens == 4 and longer.metrics.prefix_hit_tokens == 8
     assert other.block_table.block_ids[0] == run.sequences[0].block_table.block_ids[0]
-
-
-def test_a_block_that_the_step_computes_already_is_waited_for():
-    """A request that needs it is admitted a step later and finds it; those behind keep their places."""
-    first, alike, other = [1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8, 10, 9], [9] * 4
-    run = Steps(first, alike, other, block_size=4, max_num_batched_tokens=16)
-    assert [r.tokens for r in run.steps(2)] == [{0: 9}, {0: 1, 1: 2, 2: 4}]
-    assert [s.metrics.prefix_hit_tokens for s in run.sequences] == [0, 8, 0]
-
-
-@pytest.mark.parametrize("options", [{"enable_prefix_caching": False}, {"block_size": 16}])
-def test_no_sequence_waits_for_a_block_that_will_not_be_found(options):
-    run = Steps([1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8, 10], **{"block_size": 4, **options})
-    assert run.step().tokens == {0: 9, 1: 9}
-
-
-def test_found_blocks_without_a_user_are_not_handed_out_as_well():
-    """Three of four blocks are found and free: a sequence that needs two more has to wait, one that needs one fits."""
-    run = Steps(list(range(1, 8)), num_blocks=5, block_size=2)
-    run.step()
-    run.engine.finish(run.sequences[0], "abort")
-    assert run.pool.num_free == 5 and run.pool.num_cached == 3
-    other = run.pool.get_new_block()
-    too_long = run.add([1, 2, 3, 4, 5, 6, 9, 9, 9])
-    assert run.step().tokens == {} and run.waiting() == [too_long.request_id] and run.pool.num_free == 4
-    assert too_long.block_table.block_ids == [] and too_long.num_computed_tokens == 0
-    run.pool.free_blocks([other])
-    assert run.step().tokens == {too_long.request_id: 3} and run.pool.num_free == 0
 
 
 def test_after_a_restart_of_the_ranks_all_requests_wait_in_order():

@@ -2,7 +2,7 @@
 
 import pytest
 from helpers.checkpoints import make_checkpoint
-from helpers.engine import RanksFailed, make_engine, one_at_a_time
+from helpers.engine import make_engine
 
 from tplab.cache import Segment
 from tplab.engine import sampler
@@ -71,27 +71,6 @@ def test_a_prompt_is_told_in_chunks_and_drawn_tokens_are_not_told_again():
         (part,) = told(engine).values()
         assert part.token_ids == () and part.sampling.position == position
         assert part.segment == Segment(5 + position, 1, sequence.block_table.block_ids, 6)
-
-
-@pytest.mark.parametrize("carry_out", [(), (0,), (1,), (0, 1)], ids=str)
-@pytest.mark.parametrize("failures", [1, 2])
-def test_after_a_step_that_failed_the_ranks_are_told_what_they_may_remember_differently(carry_out, failures):
-    engine = make_engine(ranks=2, strict=True)
-    expected = [one_at_a_time(prompt, 12, ignore_eos=True) for prompt in ([1, 2, 3], [4], [5, 6])]
-    sequences = [engine.add(prompt, endless(max_tokens=12)) for prompt in ([1, 2, 3], [4], [5, 6])]
-    for _ in range(4):
-        engine.step()
-    for _ in range(failures):
-        engine.executor.carry_out = carry_out
-        with pytest.raises(RanksFailed):
-            engine.step()
-    engine.step()
-    assert [part.token_ids for part in told(engine).values()] == [(tokens[3],) for tokens in expected]
-    engine.step()
-    assert [part.token_ids for part in told(engine).values()] == [()] * 3
-    while engine.scheduler.has_unfinished:
-        engine.step()
-    assert [s.output_token_ids for s in sequences] == expected
 
 
 # What a rank remembers, with a model.

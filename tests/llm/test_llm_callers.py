@@ -1,19 +1,13 @@
 """Who calls an LLM: streams, threads, steps, calls that fail, and what of them stays behind."""
 
-import gc
 import sys
 import threading
-import warnings
 
 import pytest
-from helpers.checkpoints import make_checkpoint
 from helpers.scripted import ended, greedy, letters
 
 from tplab.engine import EngineError, GenerationError, RequestError
-from tplab.engine.sequence import Sequence
 from tplab.llm import LLM, SamplingParams
-from tplab.llm.requests import RejectedRequest, Request
-from tplab.patch import Patch
 from tplab.ranks import RankError
 
 
@@ -195,42 +189,7 @@ def test_ranks_that_lost_the_model_get_it_again_and_no_token_is_lost(llm):
     assert "".join(pieces) == "pq😀r"
 
 
-def test_a_standstill_leaves_a_clean_queue(tmp_path):
-    """A prompt whose every token was found in the cache waits with blocks in its table."""
-    def all_of_it(self, token_ids):
-        self.extend_keys(token_ids, len(token_ids))
-        return [block for key in self.keys if (block := self.pool.get_cached_block(key)) is not None]
-
-    patch = Patch("tplab.cache.table.BlockTable.get_computed_blocks", all_of_it)
-    with LLM(make_checkpoint(tmp_path / "m"), 1, logical=True, block_size=4, num_blocks=10, patches=[patch]) as llm:
-        llm.generate([1, 2, 3, 4], greedy(3, ignore_eos=True))
-        for _ in range(2):
-            with pytest.raises(EngineError, match="no sequence can go on"):
-                llm.generate([1, 2, 3, 4], greedy(3, ignore_eos=True))
-            assert not llm.has_unfinished_requests and llm.engine.pool.num_used == 0
-
-
 # What stays behind, and what is shown.
-
-
-def test_finished_requests_are_forgotten(llm):
-    def alive():
-        gc.collect()
-        return [thing for thing in gc.get_objects() if type(thing) in (Request, Sequence, RejectedRequest)]
-
-    assert alive() == []
-    llm.generate(["A", "B"], greedy(3))
-    for _ in llm.stream("A", greedy()):
-        break
-    number = llm.add_request("B", greedy(3))
-    llm.step()
-    llm.abort(number)
-    llm.add_request("A", greedy(2))
-    read_to_the_end(llm)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        llm.generate(["A", []], greedy(2))
-    assert alive() == []
 
 
 def test_a_bar_where_it_is_wanted(llm, capsys, monkeypatch):

@@ -3,9 +3,8 @@
 import json
 
 import pytest
-from helpers.scripted import BOS, EOS, LETTERS, ended, greedy, ids, letters, scripted_checkpoint
+from helpers.scripted import BOS, EOS, ended, greedy, ids, letters, scripted_checkpoint
 
-from tplab.checkpoint import CheckpointError
 from tplab.engine import RequestError
 from tplab.llm import LLM, SamplingParams
 from tplab.llm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, StreamChunk
@@ -109,18 +108,6 @@ def test_without_a_tokenizer_there_are_ids_and_no_text(silent):
         silent.generate([3], greedy(stop="a"))
     with pytest.raises(RequestError, match="has no chat template"):
         silent.chat_prompt([{"role": "user", "content": "a"}])
-
-
-def test_a_damaged_tokenizer_is_not_taken_for_none(tmp_path):
-    folder = letters(tmp_path / "m")
-    with LLM(folder, 1, logical=True) as llm:
-        (folder / "tokenizer.json").write_text("{}")
-        for prompt in "A", ids(b"A"):
-            with pytest.raises(CheckpointError, match="tokenizer.json"):
-                llm.generate([prompt], greedy(1))
-        assert not llm.has_unfinished_requests
-        LETTERS.save(str(folder / "tokenizer.json"))
-        assert llm.generate("A", greedy(1))[0].text == "x"
 
 
 # What it says of itself.

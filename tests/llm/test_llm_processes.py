@@ -146,18 +146,6 @@ def test_a_pool_of_another_size(folder, pool):
         LLM(folder, 1, pool=pool)
 
 
-def test_a_stream_costs_as_few_calls_of_the_ranks_as_generate(pool):
-    """It asked all ranks after every piece whether they still had the model."""
-    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
-    with LLM("fable", 2, pool=pool, enable_prefix_caching=False) as llm:
-        calls = []
-        for write in (llm.generate, lambda *request: list(llm.stream(*request))):
-            before = pool.number_of_runs
-            write("Once there was", params)
-            calls.append(pool.number_of_runs - before)
-    assert calls[0] == calls[1] <= 31
-
-
 @pytest.mark.parametrize("options", [{"enforce_eager": True}, {"strict": True}, {}], ids=str)
 def test_several_steps_in_a_call_change_no_token(pool, options):
     """On the fast path only, a call of the ranks can be several steps: sequences end and begin within them."""

@@ -1,9 +1,7 @@
 """Recordings of an engine and their drawings: what is drawn is what the pool and the tables held."""
 
-import re
 import xml.etree.ElementTree as ET
 from collections import Counter
-from types import SimpleNamespace
 
 import pytest
 from helpers.checkpoints import make_checkpoint
@@ -12,7 +10,6 @@ from course import figures
 from tplab import LLM, SamplingParams, show
 from tplab.cache import slot_mapping
 from tplab.faults import fault
-from tplab.show.drawings.blocks import _worth_drawing, short
 
 SVG = "{http://www.w3.org/2000/svg}"
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -60,20 +57,6 @@ def test_every_moment_has_the_users_and_the_contents_of_its_blocks(folder, run, 
             assert not any(stored[len(tokens):]), "not written: empty, also in a used block"
 
 
-def test_the_first_moment_of_a_shared_prefix_writes_only_what_is_its_own(run):
-    moment = run.moment(2)
-    assert moment.tables[1][:2] == moment.tables[0][:2]
-    assert sum(block in moment.tables[1] for block, _ in moment.fresh) == 1
-    assert "shared blocks [0, 1]" in show.describe(show.blocks_figure(run, [2]))
-
-
-@pytest.mark.parametrize("text, drawn", [
-    ("abcdef", "abcdef"), ("abcdefg", "abcde…"), (" a", "·a"), ("a ", "a·"), ("  ", "··"), (" fox ", "·fox·"),
-    ("a\nb", "a⏎b"), ("\x00", "□"), ("", "")])
-def test_a_token_in_a_cell(text, drawn):
-    assert short(text) == drawn
-
-
 def test_the_drawing_names_every_block_with_its_users(run):
     drawn = texts(show.blocks_figure(run, [2]).svg)
     assert "after step 2" in drawn and {"0: seq 0", "seq 1"} < set(drawn) and "0: seq 1" not in drawn
@@ -111,18 +94,6 @@ def test_slots_are_drawn_where_the_mapping_puts_them():
     assert len(inks) == 24 and inks["0"] == "#8a8a8a"
 
 
-def test_of_a_large_pool_only_what_is_used_is_drawn_and_the_rest_is_counted(folder):
-    large = recorded(folder, num_blocks=300)
-    words = [word or "" for word in texts(show.blocks_figure(large, [1]).svg)]
-    drawn = [word for word in words if re.match(r"\d+: [a-z]", word)]
-    used = max(block for moment in large.moments for table in moment.tables.values() for block in table)
-    assert used < len(drawn) < 40 and f"and {300 - len(drawn)} blocks more, which no step uses" in words
-    assert "blocks more" not in show.blocks_figure(recorded(folder), [1]).svg
-    moments = [SimpleNamespace(contents=(("a",), ("",), ("", "b"), ("",)))]
-    for blocks, worth in ((64, 64), (65, 3)):
-        assert _worth_drawing(SimpleNamespace(num_blocks=blocks, moments=moments)) == worth
-
-
 def test_the_stepper_redraws(run):
     stepper = figures.block_stepper(run, 2)
     assert "After step 2:" in stepper.picture.value and "step 2" in stepper.alt_text
@@ -132,18 +103,3 @@ def test_the_stepper_redraws(run):
     for steps, then in ((1, 5), (-2, 3), (-99, 1), (99, len(run.moments))):
         stepper.go(steps)
         assert stepper.step.value == then and f"After step {then}:" in stepper.picture.value
-
-
-def test_the_stepper_is_stored_as_a_picture_and_a_view(run, capsys):
-    from IPython.core.interactiveshell import InteractiveShell
-    from IPython.utils.capture import capture_output
-
-    InteractiveShell.instance()
-    stepper = figures.block_stepper(run, 2)
-    with capture_output() as shown:
-        stepper._ipython_display_()
-    (output,) = shown.outputs
-    assert output.data["text/plain"] == str(stepper) and output.data["text/html"] == stepper._first.html()
-    assert output.data["application/vnd.jupyter.widget-view+json"] == {
-        "version_major": 2, "version_minor": 0, "model_id": stepper.widget.model_id}
-    assert " ".join(shown.stdout.split()) == stepper.alt_text

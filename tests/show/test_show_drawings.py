@@ -66,13 +66,6 @@ def test_a_drawn_weight_has_the_shapes_of_the_layers(tp, heads, kv_heads):
         assert qkv.shape_on(number) == qkv_shape and o_proj.shape_on(number) == o_shape
 
 
-def test_rows_that_no_rank_holds_are_empty_and_shared_ones_say_so():
-    weight = ShardedWeight("w", (8, 4), 0, [[range(0, 3)], [range(2, 6)]])
-    assert weight.strips() == [(range(0, 2), (0,)), (range(2, 3), (0, 1)), (range(3, 6), (1,)), (range(6, 8), ())]
-    drawn = drawn_by(weight)
-    assert "ranks 0 and 1" in texts(drawn) and "on no rank" in drawn
-
-
 def test_two_ways_to_cut_a_weight_side_by_side():
     right = ShardedWeight.of(plan(2), "q_proj")
     wrong = ShardedWeight("q_proj", right.shape, 1, [[part] for part in split_evenly(right.shape[1], 2)])
@@ -93,26 +86,6 @@ def boxes(svg):
     drawn = [node for node in ET.fromstring(svg).iter(f"{SVG}rect") if node.get("x")]
     return [(*(float(node.get(name)) for name in ("x", "y", "width", "height")), node.get("fill"), node.get("stroke"),
              getattr(node.find(f"{SVG}title"), "text", "")) for node in drawn]
-
-
-def test_every_part_of_a_plan_stands_in_its_ranks_row_and_colour_below_what_reads_it():
-    made = plan(3, 9, 3)
-    drawn = boxes(drawn_by(made))
-    for shard in made.ranks:
-        fill, top = colour(shard.rank)[0], 62 + 62 * shard.rank
-        row = [one for one in drawn if top <= one[1] < top + 62]
-        held = {one[6]: one for one in row if one[4] == fill}
-        assert {title for title in held if "query" in title} == {f"query head {head}" for head in shard.q_heads}
-        for kv in shard.kv_heads:
-            reads = [head for head in shard.q_heads if head // 3 == kv]
-            (box,) = [one for one in row if one[6] == f"KV head {kv}, read by query heads {reads}" and one[5] == fill]
-            first, last = held[f"query head {reads[0]}"], held[f"query head {reads[-1]}"]
-            assert (box[0], box[0] + box[2]) == pytest.approx((first[0] + 1, last[0] + last[2] - 1))
-        for part, total in ((shard.mlp, made.intermediate_size), (shard.vocab, made.vocab_size)):
-            assert f"{part.start}–{part.stop - 1}" in texts(drawn_by(made))
-            (whole,) = [one for one in row if one[2] == 108 and one[0] < held[str(part)][0] + 0.01 < one[0] + 108]
-            assert held[str(part)][0] == pytest.approx(whole[0] + 108 * part.start / total, abs=1e-2)
-            assert held[str(part)][2] == pytest.approx(108 * len(part) / total, abs=1e-2)
 
 
 @pytest.mark.parametrize("tokens, hidden, inner, tp", [(5, 32, 65, 2), (7, 128, 384, 4), (3, 65, 32, 1)])

@@ -11,7 +11,6 @@ from matplotlib.colors import to_hex
 from course import figures
 from tplab import show
 from tplab.errors import TplabError
-from tplab.show.figures.style import looks
 
 NAN = math.nan
 NAN_FROM_START = {"layers.0.attn": NAN}
@@ -55,12 +54,6 @@ def test_the_floor_is_a_band_that_ends_at_the_dtypes_floor(dtype, floor):
             and list(line.get_xdata()) == [0, 1]] == pytest.approx([math.log10(floor)])
 
 
-def test_two_lines_of_nan_do_not_hide_each_other():
-    figure = show.staircase({"seed engine": make_report(NAN_FROM_START), "after 01": make_report({"layers.1.q": NAN})})
-    heights = [{y for x, y in points if y > 1} for points in lines(figure).values()]
-    assert len(set.union(*heights)) == 2 and max(map(max, heights)) < figure.axes[0].get_ylim()[1]
-
-
 def test_a_stage_looks_the_same_in_every_figure():
     few = show.staircase({"after 02": make_report({"layers.0.q_rope": 0.5}), "finished": make_report()})
     many = show.staircase({stage: make_report({"layers.0.q": 0.5}) for stage in show.STAGES})
@@ -73,30 +66,11 @@ def test_a_stage_looks_the_same_in_every_figure():
                                                                       for look in show.STAGES.values()}) == 7
 
 
-def test_labels_that_are_no_stage_get_looks_of_their_own():
-    reports = {"broken": make_report(NAN_FROM_START), "mine": make_report({"layers.0.q": 1.0}), "theirs": make_report()}
-    assert len(lines(show.diff_figure(reports))) == 3
-    one, two = (to_hex(look.color) for look in looks(["mine", "theirs"]).values())
-    assert (one, two) == (to_hex(show.STAGES["after 04"].color), to_hex(show.STAGES["after 01"].color))
-    assert looks(["right", "x", "y"], [True, False, True]) == {
-        "right": show.STAGES["finished"], "x": show.STAGES["seed engine"], "y": show.STAGES["after 04"]}
-    with pytest.raises(TplabError, match="7 lines"):
-        show.diff_figure({str(i): make_report() for i in range(8)})
-
-
 def test_disagreement_between_ranks_is_a_difference_even_where_the_first_rank_is_right():
     figure = show.diff_figure({"fixed": make_report(spread={"layers.1.output": 4.0})})
     at = dict(lines(figure)["#d55e00", "X"] if ("#d55e00", "X") in lines(figure) else lines(figure)["#009e73", "o"])
     assert at[2] == pytest.approx(0)  # 4 of a scale of 4
     assert at[1] == at[3] == pytest.approx(-7)
-
-
-def test_infinity_is_not_called_nan():
-    report = make_report()
-    report.points[-1] = report.points[-1].__class__(**{**vars(report.points[-1]), "inf": 3, "inside": False})
-    figure = show.diff_figure({"broken": report})
-    assert "inf" in ticks(figure) and "NaN" not in ticks(figure)
-    assert "1 % infinite" in figure.alt_text
 
 
 @pytest.mark.parametrize("reports, words", [
@@ -153,12 +127,6 @@ def test_points_of_a_layer_show_the_signature_of_a_wrong_position():
     place = {names[round(x)] for x in (round(x) for x in inside)}
     assert place == {"input_norm", "q", "k", "v"} and {names[round(x)] for x in outside} == set(names) - place
     assert "input_norm to v inside the floor, q_rope to output 0.5" in figure.alt_text
-
-
-def test_neighbouring_points_that_look_alike_are_named_together_and_others_are_not():
-    report = make_report({"layers.0.q": 0.5, "layers.0.k": 1e-7, "layers.0.attn": 0.5})
-    assert "input_norm inside the floor, q 0.5, k to k_rope inside the floor, attn to output 0.5." in (
-        show.points_figure(report, layer=0).alt_text)
 
 
 def test_points_of_a_layer_that_is_not_there():

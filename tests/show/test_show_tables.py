@@ -69,9 +69,3 @@ def test_top_tokens_mark_where_the_sides_differ():
         reference=torch.tensor([[9.0, 0.0, 0.0], [4.0, 5.0, 0.0]]))
     text = str(show.top_tokens(report, Letters(), k=2))
     assert "'b' 73 %" in text and "✗ 'b' 88 %" in text and "✗ 'c' 12 %" in text
-
-
-def test_any_rows_make_a_table():
-    table = show.table([{"rank": 0, "rows": "0–3"}, {"rank": 1, "rows": "4–7"}], index="rank")
-    assert "4–7" in bundle(table)["text/html"] and "✗" not in str(table) and table.frame.index.name == "rank"
-    assert list(show.table([{"rank": 0}, {"rank": 1}]).frame["rank"]) == [0, 1]

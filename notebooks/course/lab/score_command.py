@@ -1,12 +1,10 @@
 """``python -m course score``: breaks the engine with each fault of the museum and asks the diagnosis for its name."""
 
 import argparse
-import json
 
 from course.lab.score import score
 from tplab.checks import quoted
 from tplab.errors import TplabError
-from tplab.files import check_writable, write_file
 from tplab.model.dtypes import parse_dtype
 from tplab.pool import available_cores
 
@@ -15,7 +13,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("models", nargs="*", metavar="MODEL", help="the models to break (those of the museum)")
     parser.add_argument("--tp", default="2,3", metavar="N,N", help="numbers of ranks (2,3)")
     parser.add_argument("--dtype", default="float32,bfloat16", metavar="D,D", help="dtypes (float32,bfloat16)")
-    parser.add_argument("--json", metavar="FILE", help="write every run")
 
 
 def main(chosen: argparse.Namespace) -> int:
@@ -26,14 +23,9 @@ def main(chosen: argparse.Namespace) -> int:
     dtypes = _listed(chosen.dtype)
     for dtype in dtypes:
         parse_dtype(dtype)
-    if chosen.json:
-        check_writable(chosen.json)
     result = score(chosen.models, [int(size) for size in sizes], dtypes, available_cores(),
                    lambda line: print(line, flush=True))
     print(result)
-    if chosen.json:
-        runs = [run.__dict__ | {"said": list(run.said)} for run in result.runs]
-        write_file(chosen.json, lambda new: new.write_text(json.dumps(runs, indent=1), encoding="utf-8"))
     return 0 if result.ok else 1
 
 

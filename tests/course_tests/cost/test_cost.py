@@ -5,9 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers.checkpoints import make_checkpoint
 
-from course.cost import cost
 from course.cost.amounts import (
     Part,
     attention_amount,
@@ -22,7 +20,6 @@ from course.cost.machine import Machine
 from course.cost.shapes import SHAPES, shape_config
 from course.lab.score import _SMALL, LAYOUTS
 from tplab.checkpoint import ModelConfig, open_checkpoint
-from tplab.cli import main
 from tplab.errors import TplabError
 from tplab.memory import kv_bytes, parameter_bytes
 from tplab.ranks import logical_ranks
@@ -95,25 +92,6 @@ def test_a_step_by_hand_waits_for_its_slowest_rank():
     assert begun == 5000 + 2 * 7 + 2e6, "two requests come"
 
 
-def test_each_phase_waits_for_its_own_slowest_and_a_mixed_step_counts_operations(monkeypatch):
-    mixed = step_cost(CONFIG, PLAN, PARTS, 2, BF16, ROUND)
-    assert mixed.attention == 2 * 0.5 * 4 * 2 * 4 * (1 * 6 + 3 * 3), "one that decodes and one that reads"
-    by_rank = [[cost.Amount(1, 10), cost.Amount(1, 2, kv_bytes=1)], [cost.Amount(1, 14), cost.Amount(1, 11)]]
-    monkeypatch.setattr(cost, "step_amount", lambda config, plan, rank, *rest: by_rank[rank])
-    assert step_cost(CONFIG, PLAN, [Part(5, 1)], 1, BF16, ROUND)[:2] == (14 + 2, 10), "14 beside 10, 12 beside 11"
-    crowded = Machine(**{**vars(ROUND), "places": 1})
-    assert step_cost(CONFIG, PLAN, [Part(5, 1)], 1, BF16, crowded)[:2] == pytest.approx(
-        (24 + 2 * 23 / 12, 10 * 23 / 12)), "as long as all of them, in the slowest one's parts"
-    roomy = Machine(**{**vars(ROUND), "places": 16})
-    assert step_cost(CONFIG, PLAN, [Part(5, 1)], 1, BF16, roomy)[:2] == (16, 10)
-
-
-def test_one_rank_has_no_collectives():
-    alone = ShardPlan.from_config(CONFIG, 1)
-    one = step_cost(CONFIG, alone, [Part(5, 1)], 1, BF16, ROUND)
-    assert one.collectives == 0 and one.products == 2 * (10 * 32 + 150) + 70
-
-
 def test_time_per_weight_between_and_beyond_what_was_measured():
     assert [ROUND.seconds_per_weight(rows) for rows in (1, 2, 5, 50)] == [1.0, 1.5, 3.0, 30.0]
     bent = Machine("bent", 2, {1: 1.0, 3: 5.0, 5: 6.0})
@@ -144,22 +122,3 @@ def test_a_link_is_only_as_good_as_its_latency_and_its_bytes():
     assert "assumed" in " ".join(link.source for link in LINKS.values())
     with pytest.raises(TplabError, match="no link 'pigeon'; there are nvlink, pcie, ethernet"):
         linked_machine("pigeon", 8, BF16)
-
-
-def test_an_h100_multiplies_for_nothing_until_the_ridge():
-    machine = linked_machine("pcie", 1, BF16)
-    assert machine.seconds_per_weight(256) == pytest.approx(machine.seconds_per_weight(1), rel=0.01, abs=0)
-    assert machine.seconds_per_weight(3000) == pytest.approx(3000 * 2 / 989e12, rel=0.01, abs=0)
-    assert machine.reduce_byte == 0
-    assert machine.seconds_per_weight(1) == 2 / 3.35e12 == 2 * machine.kv_byte and machine.score == 1 / 989e12
-    assert (machine.name, machine.places, machine.sequence, machine.step) == ("1 × H100, pcie", 1, 0, 0)
-    assert linked_machine("pcie", 4, torch.float32).reduce_byte == 2 * 3 / 4 / 50e9
-
-
-def test_plan_names_heads_and_bytes(tmp_path, capsys):
-    model = make_checkpoint(tmp_path / "model")
-    assert main(["plan", str(model), "--tp", "3", "--dtype", "bfloat16"]) == 0
-    out = capsys.readouterr().out
-    assert "uneven: 4 query heads and 2 KV heads over 3 ranks" in out and "memory in bfloat16, with 16" in out
-    assert max(map(len, out.splitlines()[1:])) <= 100
-    assert main(["plan", str(model), "--dtype", "float16"]) == 2 and "'float16' is not one" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from helpers.pools import Threads
 
 from course.cost import machine, steps
 from course.cost.cost import step_cost
-from course.cost.machine import ALONE, CROWD, FIRST, MANY_KEYS, SHORT_PROMPTS, TIMED
+from course.cost.machine import TIMED
 from tplab.checkpoint import open_checkpoint
 from tplab.llm.llm import LLM
 from tplab.shard import ShardPlan
@@ -72,19 +72,6 @@ def test_what_the_steps_were_made_of_is_found_again(tp, cores, pools, dtype, mon
     assert {size for size, *_ in asked} == pools and {given for *_, given in asked} == {dtype}
     large = [(size, sizes) for size, sizes, _ in asked if sizes["hidden_size"] != 64]
     assert [size for size, _ in large] == [min(tp, cores)] and large[0][1]["num_hidden_layers"] == 6
-
-
-def test_what_others_disturb_is_never_less_than_nothing(monkeypatch):
-    found = simulated([2], 2, monkeypatch, disturbed=2e-4)[0][2]
-    assert found.reduce_latency == 0 and min(found.weight.values()) > 0
-
-
-def test_what_is_timed_differs_in_one_thing():
-    """As many rows and other keys; as many rows and other scores."""
-    rows = {kind: sum(part.count for part in kind.parts) for kind in (*TIMED.values(), MANY_KEYS, SHORT_PROMPTS)}
-    assert all(rows[kind] == n for n, kind in TIMED.items())
-    assert rows[MANY_KEYS] == rows[TIMED[4]] == 4 and rows[SHORT_PROMPTS] == rows[TIMED[512]] == 512
-    assert (ALONE.sequences, CROWD.sequences, FIRST.parts) == (1, 16, [(0, 1)])
 
 
 def test_a_small_machine_is_measured(monkeypatch):

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -13,7 +12,7 @@ from helpers.checkpoints import make_checkpoint
 from course.__main__ import main
 from course.cost import race as race_module
 from course.cost import vllm_side
-from course.cost.race import VLLM, Timing, Work, _alone, race, speed, work_of
+from course.cost.race import VLLM, Timing, Work, _alone, race, speed
 from tplab.errors import TplabError
 
 # In vLLM's place: ready after a line of noise, with a child of its own; then a line for a line.
@@ -66,14 +65,6 @@ def test_each_race_counts_what_it_is_about():
     assert (speed("prefill", work, timing), speed("batch", work, timing)) == (40 / 2, 11 / 10)
 
 
-def test_the_works_are_the_same_every_time_and_fit_the_model():
-    decode, prefill, batch = (work_of(kind, 100, 300) for kind in ("decode", "prefill", "batch"))
-    assert batch == work_of("batch", 100, 300) and len(batch.prompts) == len(batch.new_tokens) == 16
-    assert (len(decode.prompts[0]), decode.new_tokens, len(prefill.prompts[0])) == (32, [64], 298)
-    assert len({tuple(prompt[:8]) for prompt in batch.prompts}) == 16, "equal beginnings would be cached"
-    assert {token for prompt in batch.prompts for token in prompt} <= set(range(10, 100))
-
-
 def test_vllm_is_bound_to_all_cores_and_asked_for_the_first_token_where_one_prompt_stands_alone(peer):
     assert peer.name == "vLLM, 2 threads" and peer.time(Work([[1]], [3])).tokens[0] == "0,1"
     assert peer.time(Work([[5, 6]], [3])) == Timing(0.5, 2.0, [[5, 6]])
@@ -99,34 +90,6 @@ def test_a_peer_that_has_ended_says_its_last_words(peer):
     for _ in range(2):
         with pytest.raises(TplabError, match="vLLM, 2 threads has ended: out of luck"):
             peer.time(Work([[0]], [1]))
-
-
-RACE = """
-import sys
-from types import SimpleNamespace
-from course.cost import race, vllm_side
-vllm_side.__file__ = sys.argv[1]
-ckpt = SimpleNamespace(folder="f", config=SimpleNamespace(max_position_embeddings=300))
-with race._ended_by_signals():
-    peer = race.VLLM(ckpt, 1, "float32", sys.executable)
-    try:
-        with race._alone(None, [peer]):
-            print(peer.pids[0], flush=True)
-            sys.stdin.read()
-    finally:
-        peer.close()
-"""
-
-
-def test_a_race_that_is_ended_ends_stopped_contestants(tmp_path):
-    (tmp_path / "peer.py").write_text(PEER)
-    running = subprocess.Popen([sys.executable, "-c", RACE, str(tmp_path / "peer.py")], stdin=subprocess.PIPE,
-                               stdout=subprocess.PIPE, text=True)
-    pid = int(running.stdout.readline())
-    running.send_signal(signal.SIGTERM)
-    assert running.wait(120) == 128 + signal.SIGTERM and ended(pid)
-    running.stdin.close()
-    running.stdout.close()
 
 
 @pytest.mark.parametrize("words, said", [

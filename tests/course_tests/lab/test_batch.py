@@ -6,7 +6,6 @@ import re
 
 import nbformat
 import pytest
-from helpers.checkpoints import make_checkpoint
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
 
 from course.__main__ import main
@@ -114,14 +113,6 @@ def test_a_result_never_overwrites_what_no_run_has_written(theirs, tmp_path, cap
     assert kept.read_bytes() == before and len(os.listdir(work)) == 1
 
 
-def test_an_earlier_runs_results_make_room(tmp_path):
-    for name in ("own.html", "index.html", "other.html"):
-        (tmp_path / name).write_text(report.MARK)
-    (tmp_path / "own.ipynb").write_text(json.dumps(new_notebook(metadata={"papermill": {}})))
-    assert batch.results_folder(str(tmp_path), [tmp_path / "elsewhere/own.ipynb"]) == tmp_path
-    assert os.listdir(tmp_path) == ["other.html"]
-
-
 def test_notebooks_are_named_by_stem_number_or_path_and_get_the_parameters_that_they_declare(tmp_path):
     first, second = (write_notebook(tmp_path / f"{name}.ipynb", parameters=cell) for name, cell in (
         ("00_one", "a = 2 * 3\nb = 'x'  # words\nscale = 0.5"), ("01_two", None)))
@@ -131,12 +122,6 @@ def test_notebooks_are_named_by_stem_number_or_path_and_get_the_parameters_that_
     assert batch.declared_parameters(first) == {"a": None, "b": "x", "scale": 0.5}
     pairs = [["scale", "2"], ["scale", "0.25"], ["a", "7"], ["b", "7"]]
     assert batch.assign([first, second], pairs) == ({first: {"scale": 0.25, "a": 7, "b": "7"}, second: {}}, {})
-
-
-def test_a_models_folder_is_handed_over_as_a_path_that_holds_anywhere(tmp_path, monkeypatch):
-    make_checkpoint(tmp_path / "mine")
-    monkeypatch.chdir(tmp_path)
-    assert batch._model_at_hand("mine") == str(tmp_path / "mine") and batch._model_at_hand("fable") == "fable"
 
 
 def test_a_notebook_is_stored_executed_without_times_or_a_learners_progress(tmp_path, monkeypatch, capsys):

@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Event
 
 import pytest
-from helpers.launching import ROOT, command_of_launch, load_launch
+from helpers.launching import ROOT, load_launch
 
 from course.lab import doctor, environment
 
@@ -130,12 +130,6 @@ def test_failed_install_is_tried_again(fresh, monkeypatch):
     assert not fresh.is_installed(fresh.environment_folder())
 
 
-def test_pips_own_words_are_shown_without_what_is_there_already(fresh, capfd):
-    with pytest.raises(fresh.LaunchError, match="pip install no/such/folder failed; its own words above say why"):
-        fresh.pip(sys.executable, "install", "no/such/folder")
-    assert "no/such/folder" in "".join(capfd.readouterr())
-
-
 @pytest.mark.parametrize("python, words", [(None, r"does not run.*Delete .*\.venv"),
                                            ("#!/bin/sh\necho 3 9 18\n", "3.9.18.*3.11 or newer")])
 def test_a_python_that_cannot_be_used_is_named(python, words, fresh, tmp_path):
@@ -147,12 +141,6 @@ def test_a_python_that_cannot_be_used_is_named(python, words, fresh, tmp_path):
         place.write_text(python)
         place.chmod(0o755)
     with pytest.raises(fresh.LaunchError, match=words):
-        fresh.ready_environment()
-
-
-def test_in_a_checkout_that_cannot_be_written_it_is_one_line(fresh, monkeypatch):
-    monkeypatch.setattr(Path, "mkdir", lambda *given, **options: (_ for _ in ()).throw(PermissionError(13, "Denied")))
-    with pytest.raises(fresh.LaunchError, match=r"not installed yet, and .*\.venv cannot be written: Denied"):
         fresh.ready_environment()
 
 
@@ -169,18 +157,6 @@ def test_lab_opens_a_browser_only_where_there_is_a_display(fresh, installs, monk
     monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
     fresh.lab(words)
     assert ("--no-browser" not in command) == opens and "--ServerApp.ip=127.0.0.1" in command
-
-
-@pytest.mark.parametrize("answer, fetched", [("y", True), ("n", False), (None, False)])
-def test_the_real_model_is_offered_once_to_a_person(answer, fetched, fresh, monkeypatch, capsys):
-    calls = []
-    monkeypatch.setattr(fresh.subprocess, "call", lambda command, **options: calls.append(command) or 1)
-    monkeypatch.setattr("sys.stdin", type("Terminal", (), {"isatty": staticmethod(lambda: answer is not None)}))
-    monkeypatch.setattr("builtins.input", lambda question: answer)
-    for _ in range(2):
-        fresh.offer_smollm2("python")
-    assert sum("fetch" in command for command in calls) == fetched
-    assert ("-m tplab fetch smollm2" in capsys.readouterr().out) == (answer != "n")
 
 
 @pytest.mark.skipif(not (here := load_launch()).is_installed(here.environment_folder()),
@@ -208,10 +184,6 @@ def test_lab_starts_on_the_first_notebook_on_loopback_with_a_token():
     finally:
         lab.terminate()
         lab.communicate(timeout=300)
-
-
-def test_tests_start_it_as_a_person_does():
-    assert command_of_launch()[:2] == ["-m", "jupyterlab"] and "--no-browser" in command_of_launch()
 
 
 # ---- the doctor ------------------------------------------------------------------------------------------------------

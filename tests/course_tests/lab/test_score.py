@@ -1,8 +1,5 @@
 """The score: what counts as named, and what does not."""
 
-import signal
-import time
-from multiprocessing import active_children
 
 import pytest
 
@@ -19,7 +16,6 @@ from course.lab.score import (
     WRONG,
     Run,
     Score,
-    _mapped,
     _outcome,
     _run,
 )
@@ -80,12 +76,3 @@ def test_a_run_of_each_kind(name):
     """A forward pass, a decode path, one that only costs; and a healthy one."""
     found = _run("fable", open_checkpoint("fable"), 2, "float32", name and fault(name))
     assert found.outcome == (EXACT if name else HEALTHY), found
-
-
-def test_an_interrupt_ends_the_workers_in_the_middle_of_their_jobs():
-    before = active_children()
-    with pytest.raises(KeyboardInterrupt), _mapped(2) as mapped:
-        next(iter(mapped(time.sleep, [0, 5, 5, 5])))
-        workers = set(active_children()) - set(before)
-        raise KeyboardInterrupt
-    assert workers and {worker.exitcode for worker in workers} == {-signal.SIGTERM}

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from course.lab import testing
-from tplab.checkpoint import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -18,18 +17,6 @@ def fetched(monkeypatch):
     names = []
     monkeypatch.setattr(testing, "fetch", names.append)
     return names
-
-
-def test_smollm2_is_fetched_first_and_its_absence_is_said(monkeypatch, capsys, fetched):
-    monkeypatch.setattr(testing, "run_part", lambda settings, options: int(fetched != ["smollm2"]))
-    assert testing.main() is None
-
-    def offline(name):
-        raise CheckpointError(f"{name} cannot be downloaded")
-
-    monkeypatch.setattr(testing, "fetch", offline)
-    assert testing.main() is None
-    assert "notebook 06 fails: smollm2 cannot be downloaded" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("broken", [(), *((part,) for part in testing.PARTS), tuple(testing.PARTS)])
@@ -45,12 +32,6 @@ def test_all_parts_of_the_tests_always_run_and_each_can_fail_them(monkeypatch, c
     assert {part for part in testing.PARTS if f"{part} (pytest's exit code 5)" in failed} == set(broken)
     assert ran == list(testing.PARTS)
     assert capsys.readouterr().out.splitlines() == [f"launch test: {part}" for part in ran]
-
-
-def test_after_an_interrupt_no_other_part_begins(monkeypatch):
-    ran = []
-    monkeypatch.setattr(testing, "run_part", lambda *given: ran.append(given) or int(pytest.ExitCode.INTERRUPTED))
-    assert testing.main().endswith("(pytest's exit code 2)") and len(ran) == 1
 
 
 def test_every_file_of_tests_is_run_and_the_engines_in_each_form():
@@ -114,49 +95,9 @@ def test_a_part_runs_on_workers_and_leaves_bytecode(tmp_path, monkeypatch, capfd
     assert "1 failed, 1 passed" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("cores, workers", [(1, "2"), (7, "3"), (16, "4")])
-@pytest.mark.parametrize("said, threads", [(None, "1"), ("3", "3")])
-def test_workers_and_threads_are_those_of_the_machine_and_the_environment(cores, workers, said, threads, monkeypatch):
-    def call(command, cwd, env):
-        assert cwd == ROOT and env["TPLAB_X1"] == "1" and env["OMP_NUM_THREADS"] == threads
-        assert command[1:] == ["-m", "pytest", "--numprocesses", workers, "--dist", "loadfile", "tests"]
-        return 7
-
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    if said is not None:
-        monkeypatch.setenv("OMP_NUM_THREADS", said)
-    monkeypatch.setattr(testing, "available_cores", lambda: cores)
-    monkeypatch.setattr(testing.subprocess, "call", call)
-    assert testing.run_part({"TPLAB_X1": "1"}, ["tests"]) == 7
-
-
-@pytest.mark.parametrize("there", [True, False])
-def test_the_browsers_tests_install_what_they_need_once(there, monkeypatch):
-    ran = []
-    monkeypatch.setattr(testing.shutil, "which", {"chromium": "/usr/bin/chromium"}.get)
-    monkeypatch.setattr(testing, "find_spec", lambda name: there or None)
-    monkeypatch.setattr(testing.subprocess, "call", lambda command, **more: ran.append(command[2:]) or 0)
-    assert testing.in_a_browser() == 0
-    assert ran.pop() == ["pytest", "--browser", "tests/browser"]
-    assert [command[:2] for command in ran] == [["pip", "install"]] * (not there)
-    assert there or any(word.startswith("playwright") for word in ran[0])
-
-
 def test_without_a_browser_its_tests_are_skipped_in_one_line_and_nothing_is_installed(monkeypatch, capsys):
     monkeypatch.setattr(testing.shutil, "which", lambda name: None)
     monkeypatch.setattr(testing.subprocess, "call", None)
     assert testing.in_a_browser() == 0
     assert capsys.readouterr().out == ("launch test --browser: skipped: no browser, none of chromium, "
                                        "chromium-browser, google-chrome is installed (Debian: apt install chromium)\n")
-
-
-def test_ctrl_c_is_no_traceback(monkeypatch):
-    def interrupted(name):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("sys.argv", ["testing", "--browser"])
-    monkeypatch.setattr("sys.stdout", sys.__stdout__)
-    monkeypatch.setattr("shutil.which", interrupted)
-    with pytest.raises(SystemExit) as left:
-        runpy.run_path(testing.__file__, run_name="__main__")
-    assert left.value.code == 130

@@ -71,20 +71,6 @@ def test_only_what_was_edited_is_kept_when_the_originals_change(folders):
     assert working_copy.refresh(*folders) == []
 
 
-def test_a_cell_of_another_kind_is_an_edit_and_one_cut_into_other_lines_is_none(folders):
-    originals, copies = folders
-    working_copy.refresh(*folders)
-    code = json.loads((copies / "a.ipynb").read_text())
-    code["cells"][0]["cell_type"] = "markdown"
-    (copies / "a.ipynb").write_text(json.dumps(code))
-    code["cells"][0].update(cell_type="code", source=["st", "ub()"])
-    (copies / "b.ipynb").write_text(json.dumps(code))
-    for name in "ab":
-        notebook(originals / f"{name}.ipynb", "new_stub()")
-    assert working_copy.refresh(*folders) == ["a.ipynb"]
-    assert "new_stub()" in (copies / "b.ipynb").read_text()
-
-
 def test_a_copy_that_was_there_before_any_record_is_kept(folders):
     originals, copies = folders
     copies.mkdir()
