@@ -134,10 +134,8 @@ def plan(chosen) -> int:
 
     dtype = parse_dtype(chosen.dtype)
     if chosen.config is not None:
-        config, lines = config_file(chosen.config, chosen.tp, dtype)
+        config, lines = config_file(chosen.config, dtype)
         _print_lines(lines)
-        if config is None:
-            return 0
     else:
         config = open_checkpoint(chosen.model).config
     made = ShardPlan.from_config(config, chosen.tp, enable_expert_parallel=chosen.expert_parallel)

@@ -43,9 +43,7 @@ def _predict(chosen: argparse.Namespace) -> int:
 
     dtype = parse_dtype(chosen.dtype)
     if chosen.config is not None:
-        config, lines = config_file(chosen.config, chosen.tp, dtype)
-        if config is None:
-            raise TplabError(f"the cost model counts the engine's own steps; of {chosen.config}: {lines[0]}")
+        config, _ = config_file(chosen.config, dtype)
     else:
         config = shape_config(chosen.model) if chosen.model in SHAPES else open_checkpoint(chosen.model).config
     print("measuring this machine, up to a minute …", file=sys.stderr, flush=True)

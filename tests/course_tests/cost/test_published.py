@@ -12,7 +12,7 @@ from course.cost.cost import step_cost
 from course.cost.links import LINKS, linked_machine
 from tplab.checkpoint.config import config_of
 from tplab.cli import main
-from tplab.memory import kv_bytes, latent_kv_bytes, latent_parameters, parameter_bytes
+from tplab.memory import kv_bytes, parameter_bytes
 from tplab.shard import ShardPlan
 
 QWEN3_30B_A3B = dict(
@@ -29,11 +29,6 @@ LLAMA_405B = dict(
     model_type="llama", hidden_size=16384, num_hidden_layers=126, num_attention_heads=128, num_key_value_heads=8,
     intermediate_size=53248, vocab_size=128256, tie_word_embeddings=False, max_position_embeddings=131072,
     rope_theta=500000.0)
-DEEPSEEK_V3 = dict(
-    model_type="deepseek_v3", hidden_size=7168, num_hidden_layers=61, num_attention_heads=128, num_key_value_heads=128,
-    q_lora_rank=1536, kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
-    intermediate_size=18432, moe_intermediate_size=2048, n_routed_experts=256, n_shared_experts=1, topk_group=4,
-    first_k_dense_replace=3, topk_method="noaux_tc", vocab_size=129280, tie_word_embeddings=False)
 # All weights of the model, then of rank 0 of 8, and the bytes of a token's keys and values there: in bfloat16.
 COUNTED = [(QWEN3_30B_A3B, 30_532_122_624, 3_840_292_864, 2 * 48 * 1 * 128 * 2),
            (GPT_OSS_120B, 116_829_156_672, 14_627_147_616, 2 * 36 * 1 * 64 * 2),
@@ -75,11 +70,6 @@ def test_the_bound_on_tokens_per_second_as_counted_by_hand(raw, tp, numbers, cac
     assert cost.total == pytest.approx((2 * numbers + 513 * cached) / 3.35e12 + collectives * 10e-6 + sent, rel=1e-4)
 
 
-def test_deepseeks_latent_attention_as_counted_by_hand():
-    assert latent_parameters(DEEPSEEK_V3, 1) == 671_026_419_200
-    assert latent_kv_bytes(DEEPSEEK_V3, BF16) == 61 * (512 + 64) * 2 == 70_272
-
-
 # A Phi-3 type without a window in reach and with all of a head rotated, as published: its end of text is id 32000.
 PHI_35_MINI = dict(
     model_type="phi3", hidden_size=3072, num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=32,
@@ -109,9 +99,8 @@ def plan(tmp_path, capsys):
                                             "of the fast path: it does not support experts"]),
     (GPT_OSS_120B, [], ["published weights are quantised; here they are counted in bfloat16",
                         "columns 0–359 of each of 128 experts", "weights 29.3 GB", "9,216 bytes per token"]),
-    (DEEPSEEK_V3, [], ["the engine does not run it", "70,272 bytes per token, the same on every rank"]),
     (PHI_35_MINI, [], ["weights 955.6 MB", "49,152 bytes per token"]), (PHI_4, [], ["weights 4.1 GB", "uneven"]),
-], ids=["30B-A3B", "120b", "DeepSeek-V3", "Phi-3.5-mini", "Phi-4"])
+], ids=["30B-A3B", "120b", "Phi-3.5-mini", "Phi-4"])
 def test_the_command_tells_it(raw, options, words, plan):
     code, said = plan(raw, *options)
     assert code == 0 and [word for word in words if word not in said] == []
@@ -119,19 +108,17 @@ def test_the_command_tells_it(raw, options, words, plan):
 
 @pytest.mark.parametrize(("raw", "words"), [
     ("[1]", "holds a JSON list"), ({"model_type": "gpt2"}, "'gpt2' is not supported"),
-    ({**DEEPSEEK_V3, "qk_rope_head_dim": None, "v_head_dim": "128"},
-     "multi-head latent attention (kv_lora_rank) needs qk_rope_head_dim, v_head_dim, each a whole number from 1 up")])
+    ({"model_type": "deepseek_v3", "kv_lora_rank": 512},
+     "'deepseek_v3' is not supported (multi-head latent attention (MLA))")])
 def test_what_is_no_configuration_is_one_sentence(raw, words, plan):
     code, said = plan(raw)
     assert code == 2 and words in said and "Traceback" not in said
 
 
-def test_speed_is_predicted_of_a_published_configuration_and_latent_attention_is_refused(tmp_path, capsys, monkeypatch):
+def test_speed_is_predicted_of_a_published_configuration(tmp_path, capsys, monkeypatch):
     file = tmp_path / "config.json"
-    file.write_text(json.dumps(DEEPSEEK_V3))
-    line = ["bench", "predict", "--config", str(file), "--tp", "8", "--dtype", "bfloat16"]
-    assert course(line) == 2 and "multi-head latent attention (MLA)" in capsys.readouterr().err
     file.write_text(json.dumps(PHI_4))
+    line = ["bench", "predict", "--config", str(file), "--tp", "8", "--dtype", "bfloat16"]
     monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=1 << 30))
     assert course(line) == 0
     out = capsys.readouterr().out
