@@ -87,12 +87,12 @@ def measure_machines(config, sizes: Iterable[int], dtype: torch.dtype) -> dict[i
     options = {"enforce_eager": True} if config.traits else {}
     config = replace(config, experts=None)
     near = {tp: min(tp, cores) for tp in sizes}  # the ranks on which layers are timed
-    own, byte, plans, layers, seconds = {}, {1: 0.0}, {}, {}, {}
+    engines, byte, plans, layers, seconds = {}, {1: 0.0}, {}, {}, {}
     kinds = [*TIMED.values(), MANY_KEYS, SHORT_PROMPTS]
     for size in sorted({1, *near, *near.values()}):
         with RankPool(size, timeout=120) as pool:
-            own[size] = _Engine(*(_step_seconds(pool, TINY | {"num_hidden_layers": count}, [ALONE, CROWD, FIRST], dtype,
-                                                **options) for count in TINY_LAYERS))
+            engines[size] = _Engine(*(_step_seconds(pool, TINY | {"num_hidden_layers": count}, [ALONE, CROWD, FIRST],
+                                                    dtype, **options) for count in TINY_LAYERS))
             if size > 1:
                 small, large = (max(pool.run(reduce_seconds, count)) for count in MESSAGES)
                 byte[size] = max(0.0, large - small) / (MESSAGES[1] - MESSAGES[0])
@@ -102,13 +102,14 @@ def measure_machines(config, sizes: Iterable[int], dtype: torch.dtype) -> dict[i
                 seconds[size] = _step_seconds(pool, of_layer | {"num_hidden_layers": layers[size]}, kinds, dtype,
                                               **options)
     # A tiny layer's compiled work is shared by the ranks; the reference's Python is paid by each, in turn.
-    latency = {size: max(0.0, found.layer - own[1].layer * (max(1, size / cores) if in_turn else 1 / min(size, cores))
-                         ) / 2 if size > 1 else 0.0 for size, found in own.items()}
+    share = {size: max(1, size / cores) if in_turn else 1 / min(size, cores) for size in engines}
+    latency = {size: max(0.0, engine.layer - engines[1].layer * share[size]) / 2 if size > 1 else 0.0
+               for size, engine in engines.items()}
     return {tp: Machine(f"this machine, {counted(cores, 'core')}", cores,
-                        **_per_unit(config, plans[here], dtype, layers[here], seconds[here], own[here],
+                        **_per_unit(config, plans[here], dtype, layers[here], seconds[here], engines[here],
                                     (latency[here], byte[tp] if here > 1 else 0.0)),
                         reduce_latency=latency[tp], reduce_byte=byte[tp],
-                        step=own[tp].step, sequence=own[tp].sequence, request=own[tp].request)
+                        step=engines[tp].step, sequence=engines[tp].sequence, request=engines[tp].request)
             for tp, here in near.items()}
 
 
@@ -125,35 +126,35 @@ class _Engine:
         self.request = max(0.0, few[FIRST] - few[ALONE])
 
     def seconds(self, kind: Kind) -> float:
-        """Its own of such a step."""
+        """What such a step takes of it."""
         return self.step + self.sequence * (kind.sequences - 1) + self.request * (kind.what == "prompt")
 
 
-def _per_unit(config, plan: ShardPlan, dtype: torch.dtype, layers: int, seconds: dict[Kind, float], own: _Engine,
+def _per_unit(config, plan: ShardPlan, dtype: torch.dtype, layers: int, seconds: dict[Kind, float], engine: _Engine,
               collective: tuple[float, float]) -> dict:
     """Seconds per weight, per byte of the cache and per score, from steps of a model of ``layers`` on these ranks."""
     busiest = {kind: max((attention_amount(config, shard, kind.parts, dtype) for shard in plan.ranks),
                          key=lambda amount: amount.weights) for kind in seconds}
-    work = {kind: took - own.seconds(kind) for kind, took in seconds.items()}
+    work = {kind: took - engine.seconds(kind) for kind, took in seconds.items()}
     keys = busiest[MANY_KEYS].kv_bytes - busiest[FEW_KEYS].kv_bytes
     scores = busiest[ONE_PROMPT].scores - busiest[SHORT_PROMPTS].scores
     kv_byte = max(0.0, work[MANY_KEYS] - work[FEW_KEYS]) / (layers * keys)
     score = max(0.0, work[ONE_PROMPT] - work[SHORT_PROMPTS]) / (layers * scores)
-    found, weights = {}, layers * (busiest[FEW_KEYS].weights + max(
+    per_weight, weights = {}, layers * (busiest[FEW_KEYS].weights + max(
         mlp_amount(config, shard, 1).weights for shard in plan.ranks))
     for rows, kind in TIMED.items():
         attention = (busiest[kind].kv_bytes * kv_byte if kind.what == "decode" else busiest[kind].scores * score)
         latency, byte = collective
         met = 2 * (latency + byte * rows * config.hidden_size * dtype.itemsize)
         # Where other processes disturb, more may be subtracted than there is.
-        found[rows] = max(work[kind] - layers * (attention + met), seconds[kind] / 10) / weights
-    return {"weight": found, "kv_byte": kv_byte, "score": score}
+        per_weight[rows] = max(work[kind] - layers * (attention + met), seconds[kind] / 10) / weights
+    return {"weight": per_weight, "kv_byte": kv_byte, "score": score}
 
 
 def _sizes(config, plan: ShardPlan, dtype: torch.dtype) -> tuple[dict, int]:
     """A model with such layers and few words, as Hugging Face's fields; and as many of its layers as are timed."""
-    one = [Part(0, 1)]
-    layer_bytes = dtype.itemsize * max(attention_amount(config, shard, one, dtype).weights
+    token = [Part(0, 1)]
+    layer_bytes = dtype.itemsize * max(attention_amount(config, shard, token, dtype).weights
                                        + mlp_amount(config, shard, 1).weights for shard in plan.ranks)
     return dict(model_type="llama", hidden_size=config.hidden_size, hidden_act=config.hidden_act,
                 intermediate_size=config.intermediate_size, num_attention_heads=config.num_heads,

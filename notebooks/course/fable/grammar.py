@@ -65,11 +65,6 @@ def stories(split: str, n: int, seed: int = 0) -> list[Story]:
     return [_story(split, Random(f"{split}/{seed}/{i}")) for i in range(n)]
 
 
-def default_story(seed: int = 0) -> Story:
-    """A fixed held-out story in which an animal is lost and is found again."""
-    return next(s for s in stories("held-out", 64, seed) if s.plot == "lost")
-
-
 def _pick(rng, pool):
     # Only random() is promised to give the same numbers in every version of Python.
     return list(pool)[int(rng.random() * len(pool))]
