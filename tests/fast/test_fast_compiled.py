@@ -1,4 +1,4 @@
-"""Where compiled code is kept: shared by processes, found damaged, full or read-only, from another version."""
+"""Where compiled code is kept: shared by processes, found damaged, from another version."""
 
 import os
 import subprocess
@@ -103,22 +103,6 @@ def test_damaged_files_are_compiled_anew_and_what_cannot_be_compiled_is_said(sta
     first, *damaged, whole, error, _ = [line for line in said(process) if line][:10]
     assert (first, damaged, whole) == ("42 1 0", ["42 0 1"] * 6, "42 1 0")
     assert error.startswith("the fast path could not be compiled on this machine") and "TPLAB_FAST=0" in error
-
-
-def test_where_nothing_can_be_kept_each_process_compiles(start, tmp_path):
-    """A file stands where the folder would be: what root may write too, a read-only folder would not stop. Then no byte
-    can be written (RLIMIT_FSIZE is 0 and SIGXFSZ ignored, so each write fails)."""
-    (tmp_path / "cache").write_text("in the way")
-    *said_first, said_last = said(start("""
-        import resource, signal
-        os.environ["TPLAB_CACHE"] = os.path.abspath("full")
-        compiled._folder.cache_clear()
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-        use()
-    """))
-    assert said_first == ["42 0 1"] and said_last.startswith("42 ")
-    assert not list((tmp_path / "full").rglob("*.nbc"))
 
 
 def test_a_rank_alone_imports_numba():

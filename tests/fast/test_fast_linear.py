@@ -13,12 +13,12 @@ ROWS = [1, 2, 3, 4, 7, 15, 16, 17, 31, 33, 64, 130]
 
 
 @entry
-def _linear(x, x_row, rows, steps, weight, panel, first, by, count, y, y_row):
-    linear(x, x_row, rows, steps, weight, 0, panel, first, count, by, y, y_row)
+def _linear(x, x_row, rows, steps, weight, panel, count, y, y_row):
+    linear(x, x_row, rows, steps, weight, 0, panel, 0, count, 1, y, y_row)
 
 
-def product(x: torch.Tensor, weight: torch.Tensor, threads: int = 1) -> torch.Tensor:
-    """``x @ weight.T`` by the room's product, its panels dealt out as to ``threads`` threads."""
+def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """``x @ weight.T`` by the room's product."""
     (rows, inputs), outputs, dtype = x.shape, len(weight), x.dtype
     width, count = padded(inputs, dtype), panels(outputs)
     full = torch.zeros(-(-rows // 16) * 16, width, dtype=dtype)
@@ -26,8 +26,7 @@ def product(x: torch.Tensor, weight: torch.Tensor, threads: int = 1) -> torch.Te
     words = full.flatten() if dtype == torch.float32 else full.flatten().view(torch.int32)
     given, steps = words.numpy() if dtype == torch.float32 else words.numpy().view(np.uint32), width // per_word(dtype)
     y = np.full(len(full) * count * WIDTH, np.nan, np.float32)
-    for thread in range(threads):
-        _linear(given, steps, rows, steps, pack_weight(weight), steps * WIDTH, thread, threads, count, y, count * WIDTH)
+    _linear(given, steps, rows, steps, pack_weight(weight), steps * WIDTH, count, y, count * WIDTH)
     return torch.from_numpy(y).view(len(full), -1)[:rows, :outputs]
 
 
@@ -61,16 +60,6 @@ def test_whole_numbers_are_exact(dtype):
         weight, x = (torch.randint(-8, 9, size, generator=draw).to(dtype) for size in (
             (outputs, inputs), (rows, inputs)))
         assert torch.equal(product(x, weight), x.float() @ weight.float().T)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 4, 20, 130])
-def test_threads_compute_the_same_bits(rows, dtype):
-    x, weight = random(rows, 100, dtype, 2), random(333, 100, dtype, 3)
-    alone = product(x, weight)
-    assert not alone.isnan().any()
-    for threads in (2, 3, 7):
-        assert torch.equal(product(x, weight, threads), alone)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
