@@ -1,8 +1,5 @@
 """Notebook 12: what the routers of a mixture of experts choose, and what a rank reads for that."""
 
-from collections import Counter
-from collections.abc import Sequence
-
 import torch
 
 from tplab.align.gather import trace_on_rank
@@ -22,21 +19,6 @@ def chosen(ckpt: Checkpoint, prompts) -> tuple[torch.Tensor, torch.Tensor]:
             for layer, sparse in enumerate(config.experts.layers) if sparse]
     weights, experts = (torch.stack(each) for each in zip(*said))
     return weights, experts
-
-
-def favourites(words: Sequence[str], experts: torch.Tensor, num_experts: int, most: int = 8) -> list[str]:
-    """For each expert the words of which most go to it, the most frequent first; ``experts`` is ``[words, top_k]``.
-
-    Counted are whole words, and marks, that stand there three times and more.
-    """
-    often = {word: count for word, count in Counter(words).items()
-             if count > 2 and (not word.strip().isalpha() or word[0] == " " and len(word) > 2)}
-    goes = Counter((word, expert) for word, row in zip(words, experts.tolist()) for expert in row)
-    lists = []
-    for expert in range(num_experts):
-        own = [word for word in often if goes[word, expert] > often[word] / 2]
-        lists.append(" · ".join(word.strip() for word in sorted(own, key=lambda word: -often[word])[:most]))
-    return lists
 
 
 def read_in_steps(config, plan: ShardPlan, experts: torch.Tensor, rows: int, itemsize: int) -> tuple[float, float]:

@@ -223,19 +223,6 @@ def test_case_03_knows_models_whose_rotation_differs_by_type_of_layer():
     assert CASES["case_03"].needs(config, 2) == "this model's RoPE (dynamic) is made anew for each text"
 
 
-@pytest.mark.parametrize("width, threads", [(512, 1), (4096, 2)])
-def test_a_small_model_is_judged_on_one_thread(width, threads):
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        with pytest.raises(KeyError), one_thread_if_small(SimpleNamespace(hidden_size=512, intermediate_size=width)):
-            assert torch.get_num_threads() == threads
-            raise KeyError
-        assert torch.get_num_threads() == 2
-    finally:
-        torch.set_num_threads(before)
-
-
 @each_case
 def test_why_is_asked_when_where_is_right(file, ckpt, capsys):
     """What can be chosen says much about the bug, so nobody must see it before the place is found."""

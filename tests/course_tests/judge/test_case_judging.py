@@ -7,11 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from course.cases import CASES, NOWHERE, Bug, Trial, answering, case_09, places, repairing, sealed
-from course.cases.answering import choices, judge_answer, kinds, listed, place_called
+from course.cases import CASES, NOWHERE, Bug, Trial, answering, case_09, places, repairing
+from course.cases.answering import judge_answer
 from course.judge.words import NotYet
 from tplab.align import Diagnosis
-from tplab.patch import Patch, PatchError
 
 KNOWN = list(places())
 BUGS = (Bug("RowParallelLinear.reduce", len, "a sum", "missing"),
@@ -28,29 +27,6 @@ def refused(function, *args, **kwargs):
 
 
 # ---- answers ---------------------------------------------------------------------------------------------------------
-
-
-def test_what_can_be_said_stands_in_the_alphabets_order():
-    assert kinds() == sorted(set(kinds())) and {kind for file in CASES.values() for kind in file.kinds} == set(kinds())
-    what, why = choices(replace(FILE, why={"b": "", "a": "no"}), found=True).split("\nwhy:\n")
-    assert why == "  a\n  b" and what.startswith(f"what:\n  {kinds()[0][:20]}")
-
-
-@pytest.mark.parametrize("given, several", [
-    ("", []), (None, []), ([], []), ("a", ["a"]), (["a", "b"], ["a", "b"]), (("a",), ["a"]), ({"a"}, ["a"]),
-    (len, [len])])
-def test_one_or_several_are_a_list(given, several):
-    assert listed(given) == several
-
-
-def test_a_place_that_is_not_there_is_said_with_its_neighbours():
-    said = refused(place_called, "RowParallelLinear.redcue", KNOWN)
-    assert said.startswith("where: there is no function 'RowParallelLinear.redcue' in the engine's core; did you mean "
-                           "'RowParallelLinear.reduce'")
-    assert said.endswith("? If the engine is right, say 'nowhere'.")
-    assert place_called("tplab.model.attention.mask_scores", KNOWN) == "mask_scores"
-    with pytest.raises(NotYet):
-        place_called("scores", KNOWN)  # the end of a word is no name
 
 
 @pytest.mark.parametrize("where, what, why, says", [
@@ -159,58 +135,6 @@ def test_its_own_bugs_name_is_not_given_away(found, says, monkeypatch):
     assert asked == [(("trial", ("p",)), {"tensor_parallel_size": 3, "logical": True})]
 
 
-@pytest.mark.parametrize("error, says", [
-    (PatchError("it is called with (a)"), "it is called with (a)"),
-    (ValueError("no"), "ValueError: no\nat your line ")])
-def test_a_run_that_ends_in_an_error_is_said_in_words(error, says):
-    def run(*given, **options):
-        raise error
-
-    assert refused(repairing._run, case(run=run), "trial", (), 2).startswith(says)
-
-
-@pytest.mark.parametrize("change, rounding", [
-    ({}, True), ({"ok": True}, False), ({"guilty": ["q"]}, False), ({"fault": "no_mask"}, False),
-    ({"contradictions": ["heads"]}, False)])
-def test_rounding_is_nobodys_fault(change, rounding, monkeypatch):
-    known = {"ok": False, "guilty": [], "fault": None, "contradictions": [], **change}
-    recording = SimpleNamespace(contradictions=known["contradictions"])
-    seen = report(ok=known["ok"], guilty=known["guilty"], recording=recording)
-    monkeypatch.setattr(repairing, "diagnose", lambda report: Diagnosis(known["fault"], "x", "layers.0.q"))
-    made = case(run=lambda *args, **options: seen)
-    if rounding:
-        assert repairing._run(made, "trial", (), 2) is seen
-    else:
-        assert refused(repairing._run, made, "trial", (), 2) in (
-            "x", "layers.0.q is not what it should be", "layers.0.q is still not what it should be")
-
-
-def test_a_repair_is_places_and_functions():
-    def attempt(self, x):
-        return x
-
-    target = places()["RowParallelLinear.reduce"][0]
-    for repair, where in (({"RowParallelLinear.reduce": attempt}, ""), (attempt, "RowParallelLinear.reduce"),
-                          (attempt, ["linear.RowParallelLinear.reduce"])):
-        assert repairing._patches(repair, where, KNOWN) == (Patch(target, attempt),)
-    both = repairing._patches({"RowParallelLinear.reduce": attempt, "causal_mask": len}, "", KNOWN)
-    assert [one.target for one in both] == [target, *places()["causal_mask"]] and len(both) > 2
-    for where in ("", ["attend", "mask_scores"]):
-        assert "does not say what it replaces" in refused(repairing._patches, attempt, where, KNOWN)
-    assert "there is no repair" in refused(repairing._patches, [attempt], "attend", KNOWN)
-    assert refused(repairing._patches, {"attend": 3}, "", KNOWN).startswith("the repair for 'attend' is int; a func")
-
-
-@pytest.mark.parametrize("given, function", [(len, len), ([len], len), ({"a": len}, len), ([len, max], None),
-                                             (None, None), ("len", None), ({}, None)])
-def test_some_cases_are_mended_by_one_function(given, function):
-    if function:
-        assert repairing.functions(given) == [function]
-    else:
-        made = case(file=replace(FILE, examine=pytest.fail))
-        assert repairing.judge_repair(made, given) == "the repair of this case is one function"
-
-
 def test_what_examines_a_function_says_what_is_wrong(monkeypatch, capsys):
     def examine(function, *given):
         seen.append(given)
@@ -231,19 +155,6 @@ def test_what_examines_a_function_says_what_is_wrong(monkeypatch, capsys):
     assert repairing.judge_repair(made, wrong) == "3 is wrong"
     assert capsys.readouterr().out == "NOT YET  case 1: 3 is wrong\n" and 0 <= seen[-1][2] < 2**31
     assert repairing.judge_repair(made, lambda n: n / 0).startswith("ZeroDivisionError: division by")
-
-
-@pytest.mark.parametrize("right, wrong, repair, solved, noted", [
-    (True, "", {"a": len}, True, True), (True, "no", [len], False, False), (False, "", len, False, False),
-    (True, "", None, True, None), (True, "no", {}, False, None)])
-def test_a_case_is_solved_by_an_answer_and_a_repair(right, wrong, repair, solved, noted, monkeypatch):
-    notes, mended = [], []
-    monkeypatch.setattr(sealed.progress_file, "note", lambda *given, passed: notes.append((*given, passed)))
-    opened = SimpleNamespace(answer=lambda *said: SimpleNamespace(passed=right and said == ("w", "k", "y")),
-                             mend=lambda *given: mended.append(given) or wrong, _file=FILE)
-    assert sealed.OpenCase.close(opened, "w", "k", "y", repair) == solved
-    assert notes == ([] if noted is None else [("case_01", len, noted)])
-    assert mended == ([(repair, "w")] if right else [])
 
 
 def test_a_test_is_told_how_many_broken_engines_it_fails(monkeypatch):

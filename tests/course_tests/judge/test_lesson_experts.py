@@ -24,13 +24,6 @@ def test_the_choice_is_hugging_faces_for_one_prompt_and_for_two():
         assert weights.allclose(right.values / right.values.sum(-1, keepdim=True), atol=1e-5)
 
 
-def test_favourites_are_whole_words_of_which_most_places_go_to_an_expert():
-    words = [" fox", " fox", " fox", "ox", "ox", "ox", " sat", " sat", " sat", " by", " by", ".", ".", "."]
-    ids = torch.tensor([[0], [0], [1], [0], [0], [0], [0], [1], [1], [0], [0], [2], [2], [2]])
-    assert experts.favourites(words, ids, 4) == ["fox", "sat", ".", ""]
-    assert experts.favourites(words, ids.expand(-1, 2), 4, most=1)[2] == "."
-
-
 def test_an_expert_is_read_once_a_step_and_the_busiest_rank_is_waited_for():
     config = toy_experts().config
     matrix = 3 * config.hidden_size * 13 * 4

@@ -1,7 +1,6 @@
 """Failures on purpose: real ranks, the time each report took, and what is left behind."""
 
 import os
-import subprocess
 
 import pytest
 from matplotlib.colors import to_hex
@@ -78,11 +77,6 @@ def test_a_report_that_comes_too_late_is_named(pool):
     assert 2 < figure.axes[0].get_xlim()[1] < 120
 
 
-def test_nothing_to_draw_yet(pool):
-    with pytest.raises(TplabError, match="nothing has happened yet"):
-        lesson.Incidents(pool).figure()
-
-
 def test_what_is_left_behind_is_counted_and_marked(pool):
     incidents = lesson.Incidents(pool)
     assert "✗" not in str(incidents.left_behind())
@@ -90,14 +84,6 @@ def test_what_is_left_behind_is_counted_and_marked(pool):
         more = str(incidents.left_behind())
     assert more.count("✗") == 3, more  # a process, a folder, a file
     assert "✗" not in str(incidents.left_behind())
-
-
-def test_a_process_that_has_ended_is_not_left_behind(pool):
-    incidents = lesson.Incidents(pool)
-    ended = subprocess.Popen(["true"])
-    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # it has, and nobody has asked for its exit code
-    assert "✗" not in str(incidents.left_behind())
-    ended.wait()
 
 
 def test_an_exception_is_caught_and_none_is_none():

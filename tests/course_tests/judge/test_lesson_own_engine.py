@@ -44,7 +44,7 @@ def test_every_piece_is_an_exercise(solved):
     assert set(solved) == set(PIECES)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_all_solutions_together_write_what_hugging_face_writes(size, solved, reference):
     assert lesson.your_engine(Pieces(solved), "fable", PROMPTS, 12, tensor_parallel_size=size) == reference
 

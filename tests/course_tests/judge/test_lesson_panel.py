@@ -66,13 +66,6 @@ def test_the_button_runs_what_is_ticked_chosen_and_written(made, asked):
     assert "nan_mask, 2 ranks" in made.alt_text and "nothing ticked, 4 ranks: inside the float32 floor" in made.alt_text
 
 
-def test_the_run_before_stays_in_the_figure_and_no_other(made):
-    for box, ticked in ((1, False), (1, True), (2, True), (2, False)):
-        made._boxes[box].value = ticked
-        made._button.click()
-        assert made.alt_text.count("2 ranks") == (2 if made._boxes[1].value else 1)
-
-
 def test_a_panel_with_a_fault_of_decoding_compares_the_decode_path(asked, fable_stand_in, monkeypatch):
     monkeypatch.setattr(fault_panel, "align_decode", fault_panel.align)
     monkeypatch.setattr(fault_panel, "align", lambda *args, **options: pytest.fail("a forward pass does not see it"))
@@ -125,35 +118,6 @@ def test_what_is_stored_has_a_picture_and_no_random_text(made, asked, fable_stan
 def test_what_cannot_be_ticked(asked, fable_stand_in):
     with pytest.raises(TplabError, match="'no_mask' cannot be ticked: the panel has nan_mask"):
         lesson.panel(["nan_mask"], model=fable_stand_in, ticked=["no_mask"], prompt="Hi")
-
-
-def test_a_misspelt_fault_lists_the_museum(asked):
-
-    with pytest.raises(TplabError, match="nan_mask"):
-        lesson.panel(["nanmask"], prompt="Hi")
-
-
-def test_the_number_of_ranks_at_the_start_is_among_the_choices(asked, fable_stand_in):
-    one = lesson.panel(["nan_mask"], model=fable_stand_in, tensor_parallel_size=8, prompt="Hi")
-    assert list(one._tp.options) == [1, 2, 3, 4, 8] and asked[-1]["tensor_parallel_size"] == 8
-
-
-def test_what_is_not_said_is_the_default(asked, fable_stand_in):
-    made = lesson.panel(["nan_mask"], model=fable_stand_in, dtype="bfloat16", tensor_parallel_size=1)
-    assert asked == [{"prompt": lesson.default_prompt(fable_stand_in), "tensor_parallel_size": 1, "dtype": "bfloat16",
-                      "patches": []}]
-    assert list(made._tp.options) == [1, 2, 3, 4] and "nothing ticked, 1 rank:" in made.alt_text
-    assert made.alt_text.startswith("Figure: the panel when this cell ran. ")
-    assert str(made) == f"Panel: {made._faults[0].title}; ranks 1, 2, 3, 4. Shown: nothing ticked, 1 rank."
-
-
-def test_the_title_is_the_last_runs_finding_and_the_reason_that_of_its_ranks(made, monkeypatch):
-    made._boxes[0].value, made._boxes[2].value, made._tp.value = False, True, 3
-    seen = []
-    monkeypatch.setattr(type(made._faults[2]), "why_not", lambda fault, config, ranks: seen.append(ranks) or "no bias")
-    made._button.click()
-    assert made.figure.get_suptitle() == "Only rounding is left: every point is inside the floor"
-    assert seen == [3] and "no bias" in made._verdict.value
 
 
 def test_a_prompt_that_cannot_show_a_fault_says_why():

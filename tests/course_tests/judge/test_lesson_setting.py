@@ -37,27 +37,12 @@ def test_a_step_goes_on_with_the_token_that_was_drawn_where_it_belongs(new_ids, 
     assert says in str(refused.value)
 
 
-def test_a_prompt_begins_at_the_first_position_and_what_was_computed_is_counted():
-    steps = [SimpleNamespace(tokens=tokens) for tokens in ({"a": 3}, {"a": 1, "b": 2})]
-    step = Stepper(SimpleNamespace(scheduler=SimpleNamespace(history=steps)), 9)
-    assert step.computed == 6
-    with pytest.raises(ValueError, match=r"tokens \[1, 2, 3, 4\] at positions \[1, 2, 3, 4\]; next is position 0"):
-        step(range(1, 6), range(1, 6))
-
-
 @pytest.mark.parametrize("prompt, prompts", [([7, 8, 9, 10, 11], [[7, 8, 9, 10, 11], [7, 8], [9, 10, 11]]),
                                              ([7], [[7], [7], [7]])])
 def test_a_reference_is_of_three_prompts_however_short_the_first(prompt, prompts, monkeypatch):
     monkeypatch.setattr("course.judge.setting.hf_greedy", lambda ckpt, *given: (ckpt.name, *given))
     asked, written = Setting(prompt=prompt, dtype="float64").reference(5)
     assert asked == prompts and written == [("fable", one, 5, "float64") for one in prompts]
-
-
-def test_a_checkpoint_is_opened_once_or_taken_as_it_is():
-    setting = Setting()
-    assert setting.checkpoint is setting.checkpoint and setting.checkpoint.name == "fable"
-    assert Setting(model=setting.checkpoint).checkpoint is setting.checkpoint
-    assert Setting(prompt="Once").ids() == setting.checkpoint.tokenizer()("Once").input_ids
 
 
 @pytest.mark.parametrize("index, says", [
