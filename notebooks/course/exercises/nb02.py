@@ -144,8 +144,6 @@ EXERCISES = [
         "these are the first rows; where do the rows of this rank begin?": "rows.start:rows.stop -> :len(rows)",
         "columns come back. A weight is [out, in]: which of the two is cut here?": "[rows -> [:, rows",
         "the rows are right, and all of the source was read for them: slice the source itself": "[rows -> [:][rows",
-        "all of it comes back": "rows.start:rows.stop -> :",
-        "the last row is missing: a slice ends before its stop, as a range does": "stop -> stop - 1",
     }, SHARDS, of_a_rank, at("tplab.shard.linear.column_shard", "tplab.shard.embedding.column_shard"), in_the_engine,
              within=0, place="cuts rows out of weights", alone=ALONE),
     Exercise("02", my_merged, cuts((2, (16, 6), (5, 6), (5, 6)), (3, (16, 1), (4, 1), (4, 1)), (3, (7,), (5,), (9,)),
@@ -159,7 +157,6 @@ EXERCISES = [
         "the sources stand in another order": ("zip(sources, ranges)] -> zip(sources, ranges)][::-1]",
                                                "cat(pieces) -> cat([pieces[0], *pieces[:0:-1]])"),
         "the first rows of each source come back": "rows.start:rows.stop -> :len(rows)",
-        "nothing is cut": "rows.start:rows.stop -> :",
     }, SHARDS, of_a_rank, at("tplab.shard.linear.merged_shard"), in_the_engine, within=0,
              place="stacks q, k and v, gate and up", alone=ALONE),
     Exercise("02", my_heads, lambda: [Example(*layout) for layout in (
@@ -179,7 +176,6 @@ EXERCISES = [
             "tensor_parallel_size))"),
         "KV heads go to the ranks in turn: neighbouring query heads share one": f"{_READ} -> [rank % num_kv_heads]",
         "every rank holds all KV heads; which ones does it read?": f"{_READ} -> range(num_kv_heads)",
-        "a range ends before its stop: its last KV head is missing": "group + 1 -> group",
         "a KV head too many where the next rank begins with another one": "(end - 1) -> end",
         "the pair is (query heads, KV heads), and this one is turned round": f"({_Q}, {_READ}) -> ({_READ}, {_Q})",
         "query heads are dealt out like cards; a rank keeps one slice of the weight, so its heads follow each other":

@@ -135,8 +135,6 @@ EXERCISES = [
         "it returns k, q; q comes first": f"{_BACK} -> k[0].transpose(0, 1), q[0].transpose(0, 1)",
         "k comes back as it went in, and both are to be turned":
             "q, k = self -> q, _ = self ;; k[0].transpose(0, 1) -> k",
-        "q comes back as it went in, and both are to be turned":
-            "q, k = self -> _, k = self ;; q[0].transpose(0, 1) -> q",
         "each is turned twice": "return -> q, k = self.rotate(q, k, cos, sin); return",
     }, observe=rotated, dims="token, head, number", place="turns queries and keys",
              patches=at("tplab.model.attention.TensorParallelAttention.apply_rope")),
@@ -180,7 +178,6 @@ EXERCISES = [
             f"{_EACH} -> torch.arange(start, start + count - 1)", f"{_EACH} -> torch.arange(start, start + count + 1)"),
         "all new tokens of a sequence have the same position": f"{_EACH} -> torch.full((count,), start)",
         "the first sequence's start is taken for all": f"{_EACH} -> torch.arange(starts[0], starts[0] + count)",
-        "the sequences stand in another order": "zip(starts, counts)] -> zip(starts, counts)][::-1]",
     }, "on {ranks}, prompts read in chunks and beside each other agree with Hugging Face", whole, under_the_engine,
              lambda setting, answer: setting.align_in_chunks(), dims="token", within=0, place="says where each "
                  "token stands")]

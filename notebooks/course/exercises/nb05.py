@@ -273,7 +273,6 @@ EXERCISES = [
             "raise ValueError -> str", "if not self.users[block] -> if False"),
         "the block that is given out is not counted as used": "self.users[block] = 1 -> pass",
         "share counts no user": "+= 1 -> += 0",
-        "None is asked for where no block is free": "return None -> return -1",
         "the same block is given again and again: how do you know that a block is free?": "self.users.index(0) -> 0",
     }, "500 random operations, then the engine in strict mode on {ranks}: every account agrees", at_random,
         pool_patches,

@@ -314,14 +314,12 @@ EXERCISES = [
             7)))], {
         "positions count from 0: behind a prompt of n tokens, the first new one stands at n": (
             "[position] -> [position + 1]", "[position] -> [position - 1]"),
-        "positions go on behind the prompt, and yours begin at 0 again": "[position] -> [position - len(ids)]",
         "the text so far is computed anew in every step: the engine keeps keys and values":
             f"{_NEXT} -> step(ids + new, range(len(ids) + len(new)))",
         "one call too many: nothing reads the token that comes after the last one":
             "count - 1 -> count ;; return new -> return new[:-1]",
         "the prompt comes back, too": "return new -> return ids + new",
         "the first new token is missing: which call has drawn it?": "return new -> return new[1:]",
-        "one new token too few": "count - 1 -> count - 2",
         "the prompt is read token by token, and it can be read at once":
             "new = [step(ids, range(len(ids)))] -> new = [[step([t], [p]) for p, t in enumerate(ids)][-1]]",
         "each step is given the prompt's last token, and the newest one is asked for": "new[-1:] -> ids[-1:]",

@@ -184,12 +184,6 @@ EXERCISES = [
             "self.source[self.start + first:self.start + last] -> self.source[first:last]",
         "the rows are right, and more than these are read: slice the source itself":
             "self.source[self.start + first:self.start + last] -> self.source[:][self.start + first:self.start + last]",
-        "the last row is missing": "self.start + last] -> self.start + last - 1]",
-        "all rows of the part come back, whichever are asked for": "first, last, _ = rows.indices(self.shape[0]) -> "
-                                                                   "first, last = 0, self.shape[0]",
-        "making it reads the source already":
-            "self.source, self.start, self.shape = source, -> self.source, self.start, "
-                                              "self.shape = source[:],",
     }, "a slice of a slice reads its own rows and no others, from the model's file too", sliced, engine=of_a_file,
         within=0),
     Exercise("07", my_load, models, {
@@ -201,10 +195,6 @@ EXERCISES = [
             "heads.start * d, heads.stop * d -> heads.start, heads.stop",
         "o_proj and down_proj are cut along dim 0; their inputs are what the rank has":
             "files[name][:, columns[layer]] -> files[name][columns[layer]]",
-        "o_proj and down_proj are kept whole": '{"o_proj": q, "down_proj": mlp} -> {}',
-        "the MLP is kept whole": '"gate_proj": mlp, "up_proj": mlp -> "-": mlp',
-        "biases of k and v are kept whole":
-            'if layer in rows: -> if layer in rows and (kind == "weight" or layer == "q_proj"):',
         "the vocabulary is kept whole, or all of it": (
             "if layer in rows: -> if False: ;; elif layer in columns -> elif False",
             '"embed_tokens": vocab, "lm_head": vocab -> "-": vocab'),

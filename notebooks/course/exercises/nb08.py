@@ -187,7 +187,6 @@ EXERCISES = [
         "their numbers are added up, where each rank needs a place of its own":
             "failed[rank()] = 1 -> failed[0] = rank() ;; failed.nonzero().flatten().tolist() -> [int(failed[0])] * "
             "bool(failed[0])",
-        "the ranks are counted from 0": "failed.nonzero() -> (failed.nonzero() + 1)",
     }, "every rank hears which ranks failed, and none waits for them", heard, engine=agreed_on_real_ranks,
              counted=False),
     Exercise("08", my_rounds, lambda: [Example(3, ranks=2, says="3 rounds on 2 ranks"),
@@ -198,8 +197,6 @@ EXERCISES = [
             "        barrier() -> ", "        barrier()                   # all ->                                  "
                                      "   # all"),
         "every rank writes; the file has one writer, rank 0": "if rank() == 0: -> if True:",
-        "each round is read once": "seen.append(read()) -> seen.append((read(), read())[0])",
-        "what was read must come back": "return seen -> return [*reversed(seen)]",
         "three meetings of all ranks in a round, and two are enough":
             "        seen.append ->         barrier(); seen.append",
     }, "no rank reads before the file is written, and it is written again when all have read", in_turns,

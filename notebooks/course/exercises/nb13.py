@@ -243,8 +243,6 @@ EXERCISES = [
         "so it "
         "gets smaller": "at -= 1 -> at += 1",
         "the sum is divided by the number of ranks": "return summed -> return summed / len(sizes)",
-        "the sum is right, and made by a collective of the lab: pass_on is enough": "return summed -> return "
-            "reduce_scatter(x, 0, sizes)",
     }, "every rank keeps the sum of its rows, and no number travels that need not; on {ranks}, with an all-gather "
        "behind it, "
        "it takes the place of the engine's all_reduce", passed, reduced_by, in_the_engine, dims="row, hidden",

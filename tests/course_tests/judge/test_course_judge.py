@@ -90,6 +90,14 @@ def test_on_ranks_it_is_said_which_of_them(body, said, capsys, monkeypatch):
     assert said in re.sub(r"\n {11}(?=\S)", " ", capsys.readouterr().out)
 
 
+def test_what_was_given_is_no_step_of_an_answer(capsys):
+    """Also where an exercise gives a part of the example's numbers, as a rank gets its part of a weight."""
+    part = Exercise("99", doubled, DOUBLED.examples, dims="row, column",
+                    observe=lambda answer, x, factor: [("it returns", answer(x[..., 1:].clone(), factor))])
+    told("def doubled(x, factor):\n    t = 2 * x\n    return t * factor + 7", part)
+    assert "Right in yours: twice (line 2); see what follows line 2" in capsys.readouterr().out
+
+
 def test_what_an_answer_sets_for_all_of_torch_is_put_back():
     threads = torch.get_num_threads()
     told("def doubled(x, factor):\n    torch.set_default_dtype(torch.float64)\n    torch.set_num_threads(3)\n    "
