@@ -3,7 +3,6 @@
 import os
 
 import pytest
-from matplotlib.colors import to_hex
 
 from course import lesson
 from course.judge.incidents import Incident
@@ -63,18 +62,11 @@ def test_a_report_that_comes_too_late_is_named(pool):
     figure = incidents.figure("How late")
     assert figure.alt_text.endswith("slow (1.5 s), quick (1 s); too late: slow.")
     assert figure.get_suptitle() == "How late"
-    ax = figure.axes[0]
-    marks = {(line.get_marker(), to_hex(line.get_color()), *(float(at[0]) for at in line.get_data()))
-             for line in ax.get_lines() if len(line.get_xdata()) == 1}
-    assert marks == {("X", "#d55e00", 2.0, 0.0), ("o", "#009e73", 0.5, 1.0)}
-    assert [label.get_text() for label in ax.get_yticklabels()] == ["slow", "quick"] and ax.get_ylim()[0] > 1
-    said = {text.get_text().partition("\n")[0]: text.xy for text in ax.texts}
-    assert said["2.0 s"] == (2.0, 0) and said["500 ms"] == (0.5, 1) and said["bound"][0] == 1.5
+    marks = {(line.get_marker(), *(float(at[0]) for at in line.get_data())) for line in figure.axes[0].get_lines()
+             if len(line.get_xdata()) == 1}
+    assert marks == {("X", 2.0, 0.0), ("o", 0.5, 1.0)}
     incidents.happened["at once"] = Incident(RankError("x"), 0.0004, 0.0004)
-    figure = incidents.figure()
-    assert {text.get_text(): text.xy for text in figure.axes[0].texts}["0 ms"] == (0.002, 2), "inside the picture"
-    assert figure.alt_text.endswith("too late: slow."), "at its bound it is in time"
-    assert 2 < figure.axes[0].get_xlim()[1] < 120
+    assert incidents.figure().alt_text.endswith("too late: slow."), "at its bound it is in time"
 
 
 def test_what_is_left_behind_is_counted_and_marked(pool):
