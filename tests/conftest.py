@@ -30,7 +30,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.disable()
 
 # A file's tests stay with one worker: begun last, these would leave the others idle at the end.
-LONG = {"test_case_files", "test_cli", "test_exercises", "test_fast_compiled", "test_faults_wing", "test_mistakes",
+LONG = {"test_align_sweep", "test_cli", "test_diagnose", "test_exercises", "test_fast_compiled", "test_faults_wing",
         "test_notebooks", "test_patient_zero"}
 
 # A deadline per example measures how busy the machine is, not whether the code is right.

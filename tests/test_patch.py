@@ -50,6 +50,16 @@ def test_the_last_patch_of_a_name_wins_and_both_go():
     assert attention.mask_scores is right
 
 
+def test_in_a_clean_block_the_patches_around_it_rest():
+    right = attention.mask_scores
+    with applied(Patch(TARGET, no_mask), INHERITED):
+        with applied(softmax := Patch("tplab.model.attention.softmax", lambda scores: scores), clean=True):
+            assert attention.mask_scores is right and attention.softmax is softmax.replacement
+            assert linear.QKVParallelLinear.load is linear.MergedColumnParallelLinear.load
+        assert attention.mask_scores is no_mask and attention.softmax is not softmax.replacement
+    assert attention.mask_scores is right and "load" not in vars(linear.QKVParallelLinear)
+
+
 def test_the_first_thread_to_leave_does_not_unpatch_the_others():
     """Saving and restoring per thread would leave the broken function behind, or take it away too early."""
     right = attention.mask_scores

@@ -96,12 +96,18 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("--json", metavar="FILE", help="write the whole report")
     one.add_argument("--save", metavar="FILE.safetensors", help="write tp_logits and hf_logits, [tokens, vocab]")
 
-    one = command("check", check, "Check any engine by the folder that tplab/record.py wrote beside it. Exit code 1 if "
-                  "it has a bug, 2 if the recording does not tell.", model=False, tp=False)
+    one = command("check", check, "Check any engine by the folder that tplab/record.py wrote beside it. What is told "
+                  "(rec.inputs, --name, --layout) is believed and judged; the rest is found by names and sizes; where "
+                  "these do not decide, one question is asked. Exit code 1: a bug; 2: the recording does not tell.",
+                  model=False, tp=False)
     one.add_argument("folder", metavar="FOLDER", help="the folder that record(...) wrote")
     one.add_argument("--model", required=True, metavar="MODEL", help=f"the checkpoint that the engine runs: {MODEL}")
     one.add_argument("--name", nargs="+", action="extend", default=[], metavar="PATTERN=POINT",
-                     help="what tensors are, by their names: blocks.*.mix.out=layers.*.o_proj")
+                     help="what tensors are, if their names say nothing: blocks.{i}.mix.out=o_proj; "
+                     "'draft.*=' leaves tensors out")
+    one.add_argument("--layout", nargs="+", action="extend", default=[], metavar="WORD",
+                     help="pairs: the numbers in each head of q and k lie in pairs, as in Meta's own files; groups: a "
+                     "fused q|k|v lies KV head by KV head")
     one.add_argument("--json", metavar="FILE", help="write the whole report")
 
     listed = command("faults", faults, "List the museum of bugs, or show some of them with their code.",
@@ -201,12 +207,13 @@ def _align_fast(chosen, ckpt, prompt) -> int:
 
 def check(chosen) -> int:
     _check_writable(chosen.json)
-    unsaid = [text for text in chosen.name if not all(text.partition("=")[::2])]
+    unsaid = [text for text in chosen.name if not all(text.partition("=")[:2])]
     if unsaid:
-        raise TplabError(f"--name takes PATTERN=POINT, such as blocks.*.mix.out=layers.*.o_proj; not {unsaid[0]!r}")
+        raise TplabError(f"--name takes PATTERN=POINT, such as blocks.{{i}}.mix.out=o_proj; not {unsaid[0]!r}")
     from tplab.align import check
 
-    report = check(chosen.folder, chosen.model, names=dict(text.split("=", 1) for text in chosen.name))
+    report = check(chosen.folder, chosen.model, names=dict(text.split("=", 1) for text in chosen.name),
+                   layout=chosen.layout)
     _print_lines(report.summary().splitlines())
     print(f"\n{report.point_lines()}")
     if chosen.json is not None:

@@ -134,15 +134,18 @@ def as_patches(patches) -> tuple[Patch, ...]:
 
 
 @contextmanager
-def applied(*patchables) -> Iterator[None]:
+def applied(*patchables, clean: bool = False) -> Iterator[None]:
     """Apply every patch of ``patchables`` (as :func:`as_patches` takes them) and undo them all on the way out.
 
     Several threads of a process may enter it at once, as logical ranks do: a name has its original again when the last
-    thread has left. Raises PatchError if a target does not exist, or a replacement's parameters do not fit.
+    thread has left. ``clean``: the patches of the blocks around this one rest. Raises PatchError if a target does not
+    exist, or a replacement's parameters do not fit.
     """
     block: dict[tuple[int, str], Patch] = {}
     try:
         with _lock:
+            if clean:
+                block = {key: Patch(patch.target, original(patch.target)) for key, patch in _settle().items()}
             for patch in as_patches(patchables):
                 key, place = _place(patch.target)
                 _check_call(patch.target, patch.replacement)

@@ -108,16 +108,23 @@ class record(AbstractContextManager):
                 self._exit.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                 self._exit.callback(module.register_forward_hook(after, with_kwargs=True, always_call=True).remove)
 
-    def inputs(self, input_ids, positions=None, sequences=None) -> None:
-        """Begin a call, and describe its tokens.
+    def inputs(self, input_ids, positions=None, sequences=None, texts=None) -> None:
+        """Begin a call, and describe its tokens. What is said here is believed; what is wrong with it is found.
 
         Args:
             input_ids: the token of every row that the modules get, ``[tokens]`` or ``[batch, tokens]``; -1 is padding.
             positions: each token's position in its text, from 0; -1 is padding. In a decode step, the new token's.
             sequences: the number of the text that each line of the batch, or each token of flat ids, belongs to, the
                 same from call to call; -1 is padding.
+            texts: ``{sequence: ids}``, all token ids of a sequence up to its last one in this call, where the calls
+                that were recorded do not tell them. Give it for a prefix that was found in the cache, for a cache that
+                another server computed or that was restored, and where drafted tokens were taken back. The keys and
+                values before this call's are then those of a recorded text with the same beginning, or Hugging Face's.
         """
         given = dict(input_ids=input_ids, positions=positions, sequences=sequences)
+        given |= {f"texts {key}": ids for key, ids in (texts or {}).items()}
+        if texts and sequences is None:
+            raise RecordError("texts={sequence: ids} names sequences by their numbers; give sequences too")
         try:
             given = {name: torch.as_tensor(value) for name, value in given.items() if value is not None}
         except (TypeError, ValueError, RuntimeError) as error:
@@ -126,8 +133,11 @@ class record(AbstractContextManager):
         for name, value in given.items():
             if value.numel() and not DTYPES.get(value.dtype, "").startswith(("I", "U")):
                 raise RecordError(f"{name} must be whole numbers, not {value.dtype}")
+        said = {name: value.tolist() for name, value in given.items()}
+        if texts:
+            said["texts"] = {str(int(key)): said.pop(f"texts {key}") for key in texts}
         with self._lock:
-            self._begin(**{name: value.tolist() for name, value in given.items()})
+            self._begin(**said)
             self._ran = not self._watched
 
     def tensor(self, name: str, tensor: torch.Tensor) -> None:

@@ -9,12 +9,11 @@ from helpers.checkpoints import make_checkpoint
 from helpers.reports import config_with
 
 from tplab.align import gather
-from tplab.align import run as running
 from tplab.align.gather import whole_point
 from tplab.align.points import inputs, layout, point_names
 from tplab.align.recording import Shard
 from tplab.align.report import AlignReport, Evidence, PointDiff, compare
-from tplab.align.run import AlignError, check_prompts, pool_for, reassemble
+from tplab.align.run import AlignError, check_prompts
 from tplab.checkpoint import open_checkpoint
 from tplab.ranks import all_reduce, logical_ranks
 from tplab.shard import ShardPlan
@@ -49,19 +48,6 @@ def test_prompts_of_every_kind(prompts, rows):
 def test_prompts_that_cannot_be_used(prompts, says):
     with pytest.raises(AlignError, match=says):
         check_prompts(CKPT, prompts)
-
-
-def test_a_pool_is_the_given_one_if_it_fits(monkeypatch):
-    class Pool:
-        size = 2
-    mine, shared = Pool(), Pool()
-    monkeypatch.setattr(running, "RankPool", Pool)
-    monkeypatch.setattr(running, "shared_pool", lambda size: shared if size == 3 else None)
-    assert pool_for(2, mine) is mine and pool_for(3, None) is shared
-    with pytest.raises(AlignError, match="the pool has 2 ranks, the plan needs 3"):
-        pool_for(3, mine)
-    with pytest.raises(AlignError, match=r"pool must be a RankPool, such as RankPool\(3\), or None, not 2"):
-        pool_for(3, 2)
 
 
 # Points.
@@ -210,33 +196,3 @@ def test_a_table_of_all_points_or_of_the_layers_ends():
 
 
 # Shards put together.
-
-@pytest.mark.parametrize("pieces, says", [
-    ([(0, range(0, 2)), (1, range(2, 5))], None), ([(0, range(0, 2)), (1, range(3, 5))], "1 of 5 rows are on no rank"),
-    ([(0, range(0, 3)), (1, range(2, 5))], None), ([(0, range(0, 2)), (1, range(0, 2))], "3 of 5 rows are on no rank"),
-    ([(0, range(0, 2)), (1, range(2, 5), 7)], "rows 2–4 on rank 1 differ"),
-    ([(0, range(0, 2), 7), (1, range(2, 4), 7)],
-     "rows 0–1 on rank 0 differ; rows 2–3 on rank 1 differ; 1 of 5 rows are on no rank")])
-@pytest.mark.parametrize("dim", [0, 1])
-def test_what_does_not_go_together(monkeypatch, pieces, says, dim):
-    true = torch.arange(10.0).reshape(5, 2)
-    true = true if dim == 0 else true.T
-
-    def held(rows, off=0):
-        return gather.Piece("w", dim, rows, true.narrow(dim, rows.start, len(rows)) + off)
-
-    class Reader:
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *_):
-            pass
-    ckpt = Some(config=None, tensors=None, reader=Reader)
-    monkeypatch.setattr(running, "open_checkpoint", lambda model: ckpt)
-    monkeypatch.setattr(running, "ShardPlan", Some(from_config=lambda config, size, **options: size))
-    monkeypatch.setattr(running, "tensor_parts", lambda config, tensors: {"w": "w"})
-    monkeypatch.setattr(running, "read_part", lambda part, reader: true.to(F64))
-    monkeypatch.setattr(running, "run_ranks", lambda *_, **__: [[held(*more) for r, *more in pieces if r == rank]
-                                                                for rank in (0, 1)])
-    said = says and (says if dim == 0 else says.replace("rows 0", "columns 0").replace("rows 2", "columns 2"))
-    assert reassemble("m", tensor_parallel_size=2) == ({"w": said} if says else {})

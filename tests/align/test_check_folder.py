@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 
-from tplab.align.check.folder import RecordingError, _RankReader, read_recorded
+from tplab.align.check.folder import RecordingError, read_recorded
 from tplab.record import record
 
 MANIFEST, CALL = "manifest.jsonl", "call0.safetensors"
@@ -161,46 +161,48 @@ def sparse(folder):
 TENSOR = {"event": "tensor", "name": "n", "kind": "tensor", "path": "", "nth": 0, "module_class": "", "dtype": "F32",
           "shape": [3, 2], "key": 0}
 ORDINARY = "is not an ordinary file"
-OUT_OF_TURN = "line [0-9]+: a recorder writes no such line here; record again"
+WRONG = "line [0-9]+: a recorder writes no such line .*; record again"
 
 DAMAGES = {
     "no folder": (shutil.rmtree, "is not a folder; give the one that record"),
     "empty": (lambda folder: [shutil.rmtree(folder / f"rank{rank}") for rank in range(2)],
-              "there is no rank0, rank1, …"),
+              "no rank wrote a line in a folder rank0, rank1, …"),
     "nothing written": (lambda folder: [(folder / f"rank{rank}" / MANIFEST).write_text("") for rank in range(2)],
                         "no rank wrote a line"),
     "two runs": (change(None, run="another"), "two runs are mixed: rank0 says 'another', rank1"),
     "world sizes": (change(None, world_size=3), "disagree about world_size: rank0 says 3, rank1 2"),
     "another rank's journal": (change(None, rank=1), "rank 1 of 2, in a folder named rank0"),
     "rank beyond the world": (third_rank, "rank 1 of 2, in a folder named rank2"),
-    "endless world": (change(None, world_size=10**12), "world_size is 1000000000000, not a number of ranks up to"),
-    "other format": (change(None, format="onnx"), "format is 'onnx', not tplab-record"),
-    "other version": (change(None, version=2), "version is 2, not 1"),
+    "endless world": (change(None, world_size=10**12), "1000000000000 is not a whole number from 0 to 4096"),
+    "other format": (change(None, format="onnx"), "it is .'onnx', 1., not tplab-record 1"),
+    "other version": (change(None, version=2), "it is .'tplab-record', 2., not"),
     "manifest of gigabytes": (sparse, "has 3,221,225,472 bytes, more than the 268,435,456 that are read"),
-    "not UTF-8": (raw(b"\xff\xfe\n"), "line 13: no JSON object: \"'utf-8' codec"),
-    "no JSON": (raw(b"{]\n"), "line 13: no JSON object"),
-    "nested for ever": (raw(b"[" * 100_000 + b"\n"), "line 13: no JSON object"),
-    "unknown event": (insert(event="explode"), "event is 'explode', not call, file, tensor, enter"),
+    "not UTF-8": (raw(b"\xff\xfe\n"), "line 13: a recorder writes no such line .*utf-8"),
+    "no JSON": (raw(b"{]\n"), "line 13: a recorder writes no such line"),
+    "nested for ever": (raw(b"[" * 100_000 + b"\n"), "line 13: a recorder writes no such line"),
+    "unknown event": (insert(event="explode"), "there is no such event"),
     "tensor before its file": (lambda folder: write_lines(folder, [line for line in lines_of(folder) if line.get(
-        "file") != CALL]), OUT_OF_TURN),
+        "file") != CALL]), WRONG),
     "module before any call": (lambda folder: write_lines(folder, [*lines_of(folder)[:1], {
-        "event": "enter", "name": "m"}]), OUT_OF_TURN),
-    "call out of turn": (change("call", call=1), OUT_OF_TURN),
-    "tensor not yet there": (change("tensor", key=1), OUT_OF_TURN),
-    "call no number": (change("call", call="0"), "call is '0', not a whole number"),
-    "ids no integers": (change("call", input_ids=[1.5]), r"input_ids is \[1.5\], not whole numbers"),
-    "ids of texts": (change("call", input_ids=["a"]), r"input_ids is \['a'\], not whole numbers"),
-    "ids ragged": (change("call", positions=[[1, 2], [3]]), "positions is .* not whole numbers in rows of one length"),
-    "ids an object": (change("call", sequences={"a": 1}), "sequences is .* not whole numbers"),
-    "name that writes on the screen": (insert(**TENSOR | {"name": "\x1b[2J"}), r"name is '\\x1b\[2J', not a printable"),
-    "endless name": (insert(**TENSOR | {"name": "n" * 10**6}), "not a printable text of at most 1,000 characters"),
-    "kind": (insert(**TENSOR | {"kind": "pickle"}), "kind is 'pickle', not in, out, tensor, parameter"),
-    "dtype unknown": (insert(**TENSOR | {"dtype": "F128"}), "dtype is 'F128', not F64, F32"),
-    "shape no list": (insert(**TENSOR | {"shape": 6}), "shape is 6, not a shape"),
+        "event": "enter", "name": "m"}]), WRONG),
+    "call out of turn": (change("call", call=1), WRONG),
+    "tensor not yet there": (change("tensor", key=1), WRONG),
+    "call no number": (change("call", call="0"), WRONG),
+    "ids no integers": (change("call", input_ids=[1.5]), r"\[1.5\] is not whole numbers"),
+    "ids of texts": (change("call", input_ids=["a"]), r"\['a'\] is not whole numbers"),
+    "ids ragged": (change("call", positions=[[1, 2], [3]]), "is not whole numbers in rows of one length"),
+    "texts no object": (change("call", texts=[1]), WRONG),
+    "texts of no number": (change("call", texts={"a": [1]}), WRONG),
+    "ids an object": (change("call", sequences={"a": 1}), "is not whole numbers"),
+    "name that writes on the screen": (insert(**TENSOR | {"name": "\x1b[2J"}), r"'\\x1b\[2J' is not a printable"),
+    "endless name": (insert(**TENSOR | {"name": "n" * 10**6}), "is not a printable text of at most 1,000 characters"),
+    "kind": (insert(**TENSOR | {"kind": "pickle"}), "'pickle' is not one of in, out, tensor, parameter"),
+    "dtype unknown": (insert(**TENSOR | {"dtype": "F128"}), "'F128' is not one of F64, F32"),
+    "shape no list": (insert(**TENSOR | {"shape": 6}), WRONG),
     "shape endless": (insert(**TENSOR | {"shape": [2**40, 2**40], "key": 2}), r"has 65,\d+ bytes; its journal says"),
-    "shape beyond numbers": (insert(**TENSOR | {"shape": [2**60]}), "not a shape"),
-    "alias of another size": (insert(**TENSOR | {"shape": [2**40, 2**40]}), OUT_OF_TURN),
-    "alias of the future": (insert(**TENSOR | {"key": 9}), OUT_OF_TURN),
+    "shape beyond numbers": (insert(**TENSOR | {"shape": [2**60]}), "is not a whole number from 0 to"),
+    "alias of another size": (insert(**TENSOR | {"shape": [2**40, 2**40]}), WRONG),
+    "alias of the future": (insert(**TENSOR | {"key": 9}), WRONG),
     "file name that leads away": (insert(event="file", file="../../secret.safetensors", room=0),
                                   "call0.1.safetensors is missing, but"),
     "file missing": (lambda folder: (folder / "rank0" / CALL).unlink(), "call0.safetensors is missing, but"),
@@ -237,10 +239,4 @@ def test_a_malformed_folder_is_refused_in_a_sentence(folder, damage):
 def test_a_folder_without_permission(folder):
     (folder / "rank0" / CALL).chmod(0)
     with pytest.raises(RecordingError, match="cannot be read"):
-        read_recorded(folder)
-
-
-def test_a_disk_that_gives_up(folder, monkeypatch):
-    monkeypatch.setattr(_RankReader, "_read", lambda self, journal: os.stat(folder / "gone"))
-    with pytest.raises(RecordingError, match="run cannot be read: .*No such file or directory"):
         read_recorded(folder)

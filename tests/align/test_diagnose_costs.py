@@ -5,10 +5,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from helpers.sentences import hold
 
-from tplab.align.diagnose import steps as told
-from tplab.align.diagnose.case import Diagnosis
+from tplab.align import facts as told
 from tplab.align.report import Evidence
 
 F32, BF16 = torch.float32, torch.bfloat16
@@ -43,7 +41,7 @@ def test_a_rank_that_reads_more_than_it_keeps(read, kept, stored, dtype, times):
     """``read`` bytes of the file's ``stored`` numbers for parameters of ``kept`` bytes in the run's dtype."""
     report = Some(checkpoint=Some(tensors={"a": Some(dtype=stored)}), dtype=dtype, load_stats=[
         Some(bytes_read=r, parameter_bytes=k) for r, k in zip(read, kept)])
-    found = hold(told.read_too_much(report))
+    found = told.read_too_much(report)
     assert (found and (found.fault, found.numbers, found.point)) == (times and (
         "full_copy_on_every_rank", {"times": times}, "load"))
 
@@ -54,7 +52,7 @@ def test_a_rank_that_reads_more_than_it_keeps(read, kept, stored, dtype, times):
     ([{(0, 3): 5, (1, 2): 6}] * 2, None, None), ([{(0, 3): 5, (1, 2): 6}, {(0, 3): 5, (1, 2): 7}], 1, 7),
     ([{(0, 3): 5}, {(0, 3): 5}, {(0, 3): 8}], 2, 8), ([{(0, 3): 5}, {}], 1, None), ([{(0, 3): 5}], None, None)])
 def test_a_rank_that_drew_another_token(drawn, rank, token):
-    found = hold(told.ranks_drew_differently(Some(decode=facts(drawn=drawn))))
+    found = told.ranks_drew_differently(Some(decode=facts(drawn=drawn)))
     if rank is None:
         assert found is None and told.ranks_drew_differently(Some(decode=None)) is None
         return
@@ -74,7 +72,7 @@ def drawing(*tokens, logits=LOGITS, places=PLACES):
 
 
 def test_a_token_that_is_the_best_of_its_ranks_probabilities_only():
-    found = hold(drawing(0, 0))
+    found = drawing(0, 0)
     assert found.fault == "softmax_before_gather" and found.numbers == {"prompt": 0, "position": 3}
     assert drawing(3, 0) is None, "the best of all"
     assert drawing(1, 0) is None and drawing(2, 0) is None, "the best of nothing"
@@ -110,7 +108,7 @@ TEXTS = [[1, 2, 3, 4, 5], [1, 2, 3, 9, 9], [1, 7, 7, 7, 7], [1, 2], [1, 2, 8]]
       [request(1, 0, 4, (2, 3))]], 1, 4),  # the sequence that found it holds it, too
     ([[request(0, 0, 4, (0, 1))], [request(2, 0, 4, (5, 0))], [request(1, 0, 4, (6, 7))]], None, None)])  # given away
 def test_an_equal_beginning_that_was_not_found(steps, number, before):
-    found = hold(told.prefix_never_found(Some(decode=facts(*steps), ids=TEXTS)))
+    found = told.prefix_never_found(Some(decode=facts(*steps), ids=TEXTS))
     assert (found and found.numbers) == (number and {"prompt": number, "before": before})
     if found:
         assert found.fault == "prefix_never_found" and found.point == "steps"
@@ -121,8 +119,7 @@ def test_an_equal_beginning_that_was_not_found(steps, number, before):
 # Tables and slots.
 
 def about(decode, texts=TEXTS):
-    return Some(report=Some(decode=decode, ids=texts), diagnosis=lambda fault, sentence, **numbers: Diagnosis(
-        fault, sentence, "layers.0.attn", numbers))
+    return told.strange_blocks(Some(decode=decode, ids=texts), "layers.0.attn")
 
 
 STALE = facts([request(0, 0, 2, (4,))], [request(0, 2, 1, (4, 5)), request(1, 0, 1, (6,))],
@@ -130,12 +127,12 @@ STALE = facts([request(0, 0, 2, (4,))], [request(0, 2, 1, (4, 5)), request(1, 0,
 
 
 def test_tables_that_are_not_the_schedulers():
-    assert hold(told.strange_blocks(about(STALE))).fault == "stale_block_table"
-    found = hold(told.stale_table_without_harm(Some(decode=STALE)))
+    assert about(STALE).fault == "stale_block_table"
+    found = told.stale_table_without_harm(Some(decode=STALE))
     assert found.fault == "stale_block_table"
     longer = facts([request(0, 0, 2, (4, 9))], tables=[{0: (4,)}])
-    assert told.strange_blocks(about(longer)) is told.stale_table_without_harm(Some(decode=longer)) is None
-    assert told.strange_blocks(about(None)) is None
+    assert about(longer) is told.stale_table_without_harm(Some(decode=longer)) is None
+    assert about(None) is None
 
 
 LOST, EARLY, PARENT = "preempted_not_recomputed", "cached_before_computed", "prefix_hash_without_parent"
@@ -159,7 +156,7 @@ LOST, EARLY, PARENT = "preempted_not_recomputed", "cached_before_computed", "pre
     ([[request(5, 0, 3, (0, 1))], [request(2, 0, 2, (1,))], [request(2, 2, 2, (1, 3))]], None, None)])
 def test_what_a_sequence_finds_in_its_blocks(steps, fault, read):
     texts = [*TEXTS, [1, 2, 3, 4], [7, 7, 3, 4, 5]]
-    found = hold(told.strange_blocks(about(facts(*steps, preemptions=1), texts)))
+    found = about(facts(*steps, preemptions=1), texts)
     assert (found and found.fault, found and tuple(found.numbers.values())[:3]) == (fault, read)
-    without = told.strange_blocks(about(facts(*steps), texts))
+    without = about(facts(*steps), texts)
     assert (without and without.fault) == (None if fault == LOST else fault), "nothing was preempted"

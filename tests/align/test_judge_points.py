@@ -27,6 +27,9 @@ def judged(monkeypatch, off=None, *, dtype=F32, places=PLACES, keys=(3, 3, 3, 2,
             self.more = rounding if dtype is F32 and recording.dtype is not F32 else 0.0
             asked.append(dtype)
 
+        def rows(self, name):
+            return slice(None)
+
         def pop(self, name):
             columns = torch.arange(1.0, 5) if name == "layers.0.q" else torch.ones(4)
             return (columns * (1 - self.more)).to(F64).repeat(len(places), 1)
@@ -64,12 +67,6 @@ def test_evidence_is_kept_of_the_first_broken_layer_and_of_the_ends(monkeypatch)
     assert kept("embed") == ends | {"layers.2.output"}, "the ends are no layer"
 
 
-def test_evidence_holds_what_each_rank_had(monkeypatch):
-    report, _ = judged(monkeypatch, {"norm": 1.0})
-    ours, right, shards = report.evidence["norm"]
-    assert ours[0, 0] == 2 and right[0, 0] == 1 and torch.equal(shards[0], ours) and shards[1] is None
-
-
 def test_a_healthy_runs_recording_is_let_go_unless_it_is_a_check(monkeypatch):
     assert judged(monkeypatch)[0].recording is None and judged(monkeypatch, by_local=True)[0].recording is not None
     report, asked = judged(monkeypatch, {"norm": 1.0})
@@ -105,16 +102,3 @@ def test_of_ranks_that_are_missing_nothing_is_compared(monkeypatch):
     report, _ = judged(monkeypatch, shards=shards)
     assert report["layers.0.q"].max_abs == 0.5 and report["layers.0.q"].shape == (5, 2)
     assert report.evidence["layers.0.q"].reference[0].tolist() == [2, 4]
-
-
-@pytest.mark.parametrize("guilty, added", [((), True), (("layers.1.mlp_partial",), False)])
-def test_a_bias_is_added_to_right_summands_alone(monkeypatch, guilty, added):
-    monkeypatch.setattr(judging, "_with_bias", lambda name, ours, right, ckpt: ours + 7)
-    names = (*NAMES, "layers.1.mlp_partial")
-    monkeypatch.setitem(globals(), "NAMES", names)
-
-    def shards(name, tensor):
-        return [Shard(tensor, "partial" if name.endswith("partial") else "replicated"), None]
-    report, _ = judged(monkeypatch, shards=shards, by_local=True, guilty=guilty)
-    assert report["layers.1.mlp_partial"].max_abs == (7 if added else 0)
-    assert judged(monkeypatch, shards=shards)[0]["layers.1.mlp_partial"].max_abs == 0, "the lab's own hold it already"

@@ -18,8 +18,8 @@ def texts(count, length, vocab=67):
 
 
 def run(folder, ckpt: Checkpoint, engine, calls, *, size: int = 2, shares: list[Share] | None = None,
-        dtype: torch.dtype = torch.float32, change=lambda model, weights: None, ranks=None,
-        parameters: bool = False, **options) -> None:
+        dtype: torch.dtype = torch.float32, change=lambda model, weights: None, ranks=None, said=None,
+        unrecorded: int = 0, parameters: bool = False, **options) -> None:
     """Record ``engine`` on logical ranks.
 
     Args:
@@ -27,6 +27,8 @@ def run(folder, ckpt: Checkpoint, engine, calls, *, size: int = 2, shares: list[
             ``[batch, tokens]``. Third: sequence numbers of the rows.
         change: called with the model and its weights before the first call.
         ranks: those that record; all if not given.
+        said: what the recorder is told of a call, ``said(rec, ids, positions, sequences)``; all of it if not given.
+        unrecorded: so many calls run before the recorder is there.
         parameters: record the weights too.
         options: of ``record``.
     """
@@ -39,14 +41,15 @@ def run(folder, ckpt: Checkpoint, engine, calls, *, size: int = 2, shares: list[
             change(model, weights)
             if ranks is not None and rank() not in ranks:
                 return [model.call(*map(torch.tensor, call[:2]), call[2]) for call in calls] and None
+            for ids, positions, sequences in calls[:unrecorded]:
+                model.call(torch.tensor(ids), torch.tensor(positions), sequences)
             with record(folder, rank=rank(), world_size=size, **options) as rec:
                 rec.watch(model)
                 if parameters:
                     rec.parameters(model)
-                for ids, positions, sequences in calls:
+                for ids, positions, sequences in calls[unrecorded:]:
                     ids, positions = torch.tensor(ids), torch.tensor(positions)
-                    said = sequences if ids.dim() == 1 else sequences[::ids.shape[1]]
-                    rec.inputs(ids, positions, said)
+                    (said or type(rec).inputs)(rec, ids, positions, torch.tensor(sequences))
                     model.call(ids, positions, sequences)
 
     logical_ranks(size, on_rank)

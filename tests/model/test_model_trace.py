@@ -31,3 +31,15 @@ def test_a_recording_ends_when_the_pass_fails_and_there_is_one_at_a_time():
             pass
         point("a", torch.ones(1))
     assert list(points) == ["a"]
+
+
+def test_a_replay_goes_on_with_the_tensors_that_it_is_given():
+    """Of another shape they are not this point's; what the pass itself made is what is recorded."""
+    given = {"a": torch.ones(2), "b": torch.ones(3)}
+    with recording(given) as points:
+        a, b, c = (point(name, torch.zeros(2)) for name in "abc")
+        a.add_(1)  # as the all-reduce does
+    assert (a.tolist(), b.tolist(), c.tolist()) == ([2, 2], [0, 0], [0, 0]) and given["a"].tolist() == [1, 1]
+    assert [points[name].tolist() for name in "abc"] == [[0, 0]] * 3
+    x = torch.zeros(2)
+    assert point("a", x) is x, "outside a replay"

@@ -4,7 +4,7 @@ from tplab.align.check.check import check
 from tplab.align.check.verdict import CheckReport
 from tplab.align.decode import align_decode
 from tplab.align.diagnose import diagnose, diagnose_all
-from tplab.align.diagnose.case import Diagnosis
+from tplab.align.diagnosis import Diagnosis
 from tplab.align.fast_path import FastReport, align_fast
 from tplab.align.reference import hf_greedy
 from tplab.align.report import AlignReport, Evidence, PointDiff

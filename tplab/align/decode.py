@@ -151,6 +151,8 @@ def align_decode(model: str | Checkpoint, prompts, *, new_tokens: int = 8, tenso
     traces = [executor.whole_trace(rank) for rank in range(tensor_parallel_size)]
     recording = recorded(traces, plan, dtype, texts, sorted(executor.rows), executor.num_keys(),
                          sorted(executor.places("logits")), [origin for _, origin in sorted(executor.rows.items())])
+    recording.segments = [[request.segment for request in step.requests] for step in executor.steps]
+    recording.block_size = block_size
     facts = DecodeFacts(tuple(executor.steps), tuple(executor.tables), tuple(executor.drawn), block_size,
                         engine.pool.num_used, sum(len(record.preempted) for record in engine.scheduler.history),
                         engine.config.enable_prefix_caching)

@@ -48,7 +48,8 @@ def recorded(traces: list[dict[str, torch.Tensor]], plan: ShardPlan, dtype: torc
         how = layout(name)
         shares = () if how in ("replicated", "partial") else getattr(plan.ranks[rank], how)
         return Shard(traces[rank][name], how, shares)
-    points = {name: [shard(name, rank) for rank in range(len(traces))] for name in traces[0]}
+    points = {name: [shard(name, rank) for rank in range(len(traces))] for name in traces[0]
+              if not name.endswith((".gate", ".up"))}
     return Recording(len(traces), ids, places, num_keys, logit_places, points, dtype,
                      origins or [(0, row) for row in range(len(places))])
 

@@ -1,19 +1,21 @@
-"""Tells wrong modules from modules with wrong inputs: every recorded point against the local frame."""
+"""Tells wrong modules from modules with wrong inputs: every recorded point against a replay."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
-from tplab.align.arithmetic import distance
 from tplab.align.floors import LOCAL, SHORT, TIMES
-from tplab.align.local import LocalFrame
-from tplab.align.points import inputs, point_names
+from tplab.align.points import inputs, layout, point_names
 from tplab.align.recording import Recording
+from tplab.align.replay import Replay
 from tplab.checkpoint import Checkpoint
+from tplab.faults import MUSEUM, Fault
+from tplab.faults.probes import Probe, probes
 from tplab.shard import ShardPlan
 
-CLEAR = 0.25  # of the tolerance: below it, an expected value in float32 decides
+NO_NUMBERS = ("load", "steps", "blocks", "drawn", "error")  # first points of faults that no tensor shows
 
 
 @dataclass(frozen=True)
@@ -33,93 +35,89 @@ class LocalDiff:
         return not self.guilty
 
 
-class Judge:
-    """Every recorded point's :class:`LocalDiff`, in the order of the forward pass.
+def by_row(held: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """The difference of each row relative to the row's largest value in ``right``, ``[rows]``. NaN and infinity in
+    ``right`` say nothing; where ``held`` alone has them, the row is infinitely far."""
+    held, right = held.to(right.dtype).flatten(1), right.flatten(1)
+    known = right.isfinite()
+    gap = (held - right).abs().masked_fill(~known, 0).nan_to_num(nan=float("inf"), posinf=float("inf"))
+    scale = right.abs().masked_fill(~known, 0).amax(1)
+    return gap.amax(1) / scale.clamp(min=max(1e-4 * scale.max().item(), 1e-30))
 
-    It has the local frame of a recording in several precisions, each made on demand. Points of a float32 run are judged
-    in float32, and near the tolerance again in float64; those of bfloat16 and float16 runs in float32. The frame in the
-    run's own dtype shows the size of its rounding.
+
+class Judge(Replay):
+    """Every recorded point's :class:`LocalDiff`, in the order of the forward pass; one for all questions about a run.
     """
 
     def __init__(self, recording: Recording, ckpt: Checkpoint, plan: ShardPlan):
-        self.recording, self.ckpt, self.plan = recording, ckpt, plan
-        self.exact = torch.float32 if recording.dtype in SHORT else torch.float64
-        self.layer, self._frames = 0, {}
+        super().__init__(recording, ckpt, plan)
+        self.unexplained: set[str] = set()  # short names of points that nothing explained
+        self._expected: dict[tuple[str, int], torch.Tensor] = {}  # of guilty points
         self._suspects: dict[str, str] = {}  # unrecorded points → the first guilty one computed from them
 
-    def frame_in(self, dtype: torch.dtype) -> LocalFrame:
-        """The frame in this precision, at the layer that was entered last."""
-        frame, layer = self._frames.get(dtype, (None, None))
-        if layer != self.layer:
-            frame = frame or LocalFrame(self.recording, self.ckpt, self.plan, dtype)
-            frame.enter(self.layer)
-            self._frames[dtype] = frame, self.layer
-        return frame
+    @cached_property
+    def bugs(self) -> list[Fault | Probe]:
+        """Every bug that can show in this model's numbers: the museum's, then the probes."""
+        faults = [fault for fault in MUSEUM.values() if fault.first_point not in NO_NUMBERS
+                  and fault.applies_to(self.config, len(self.ranks))]
+        return [*faults, *probes(self.config)]
 
-    @property
-    def frame(self) -> LocalFrame:
-        """The most exact one."""
-        return self.frame_in(self.exact)
+    def expected(self, name: str, rank: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """What a rank should hold at a point, ``[rows, …]``."""
+        if dtype is None and (name, rank) in self._expected:
+            return self._expected[name, rank]
+        return self.made(name, dtype)[rank][name]
 
-    def enter(self, name: str) -> None:
-        """Go on to the layer of a point; the embedding belongs to the first, the end of the model is one more."""
-        at, _, point = name.rpartition(".")
-        self.layer = int(at.split(".")[1]) if at else 0 if point == "embed" else self.ckpt.config.num_layers
+    def tolerance(self, name: str, rank: int) -> float:
+        """The difference that rounding explains at a point, relative to the row's scale."""
+        if self.recording.dtype not in SHORT:
+            return LOCAL[self.recording.dtype]
+        rounded = by_row(self.expected(name, rank, self.recording.dtype), self.expected(name, rank))
+        return max(LOCAL[self.recording.dtype], TIMES * rounded.max().item())
 
-    def tolerance(self, name: str, rank: int, needed: float = float("inf")) -> float:
-        """The difference that rounding explains at a point, relative to the row's scale. The module's rounding is
-        measured only where ``needed`` is more than what is always allowed."""
-        least = LOCAL[self.recording.dtype]
-        if needed <= least:
-            return least
-        rounded = self.frame_in(self.recording.dtype).expected(name, rank)
-        return max(least, TIMES * distance(rounded, self.frame.expected(name, rank)))
+    def diffs(self) -> dict[str, LocalDiff]:
+        """All verdicts."""
+        return {name: self.diff(name) for name in recorded_points(self.recording, self.ckpt)}
 
-    def _off(self, name: str, rank: int, tensor: torch.Tensor, known: list) -> tuple[float, bool]:
-        """A point's difference on a rank, and whether any expected value is a number. ``known``: the same for earlier
-        pairs of tensors, since ranks may share an object."""
-        for dtype in dict.fromkeys((self.recording.dtype, self.exact)):
-            if dtype is self.exact or dtype is torch.float32:
-                right = self.frame_in(dtype).expected(name, rank)
-                found = next((found for *pair, found in known if pair[0] is tensor and pair[1] is right), None)
-                if found is None:
-                    found = distance(tensor, right), _says_something(right)
-                    known.append((tensor, right, found))
-                if found[0] <= CLEAR * LOCAL[self.recording.dtype]:
-                    break
-        return found
+    def judged_ranks(self, name: str) -> list[int]:
+        """The ranks that recorded their share of a point."""
+        shards = self.recording.points[name]
+        return [rank for rank in self.stage(name) if shards[rank] is not None and self.held(name, rank) is not None]
 
     @torch.inference_mode()
     def diff(self, name: str) -> LocalDiff:
         """The verdict on one recorded point."""
-        diff = self._measured(name)
-        if diff.guilty:
+        found, known, least = [], False, LOCAL[self.recording.dtype]
+        for rank in self.judged_ranks(name):
+            right = self.expected(name, rank)
+            gap = by_row(self.held(name, rank), right).max().item() if right.numel() else 0.0
+            found.append((gap, rank, least if gap <= least else self.tolerance(name, rank)))
+            known = known or bool(right.isfinite().any())
+        if not found:
+            return LocalDiff(name, 0.0, 0, 1.0, ())
+        gap, worst, tolerance = max(found, key=lambda each: each[0] / each[2])
+        guilty = tuple(r for g, r, t in found if not g <= t)
+        if guilty and layout(name) == "partial" and self._whole_is_right(name):
+            guilty = ()
+        diff = LocalDiff(name, gap, worst, tolerance, guilty, not known)
+        if guilty:
+            self._expected |= {(name, rank): self.expected(name, rank) for _, rank, _ in found}
             unseen = unseen_before(name, self.recording, self.ckpt)
             diff = replace(diff, perhaps_from=next((self._suspects[p] for p in unseen if p in self._suspects), ""))
             self._suspects.update(dict.fromkeys(unseen, diff.perhaps_from or name))
         return diff
 
-    def _measured(self, name: str) -> LocalDiff:
-        self.enter(name)
-        found, seen, known = [], False, []
-        for rank, shard in enumerate(self.recording.points[name]):
-            if shard is not None:
-                off, says = self._off(name, rank, shard.tensor, known)
-                found.append((off, rank, self.tolerance(name, rank, off)))
-                seen = seen or says
-        off, rank, tolerance = max(found, key=lambda one: one[0] / one[2])
-        return LocalDiff(name, off, rank, tolerance, tuple(r for o, r, t in found if not o <= t), not seen)
-
-
-def _says_something(right: torch.Tensor) -> bool:
-    """Whether any value is a number; mostly the first row has one, which saves a look at the others."""
-    return bool(torch.isfinite(right[:1]).any() or torch.isfinite(right).any())
-
-
-def local_diffs(recording: Recording, ckpt: Checkpoint, plan: ShardPlan) -> dict[str, LocalDiff]:
-    """Every recorded point's :class:`LocalDiff`, in the order of the forward pass."""
-    judge = Judge(recording, ckpt, plan)
-    return {name: judge.diff(name) for name in recorded_points(recording, ckpt)}
+    def _whole_is_right(self, name: str) -> bool:
+        """Whether the summands of all ranks, which differ by what each adds to every row (a share of the bias), add up
+        to the right sum."""
+        stage = self.stage(name)
+        if not len(self.judged_ranks(name)) == len(stage) > 1:
+            return False
+        off = [self.held(name, rank).to(self.exact) - self.expected(name, rank) for rank in stage]
+        right = sum(self.expected(name, rank) for rank in stage)
+        limit = self.tolerance(name, stage[0])
+        return bool((by_row(right + sum(off), right) <= limit).all()) and all(
+            bool((by_row(each - each[:1] + right, right) <= limit).all()) for each in off)
 
 
 def recorded_points(recording: Recording, ckpt: Checkpoint) -> Iterator[str]:
@@ -130,10 +128,10 @@ def recorded_points(recording: Recording, ckpt: Checkpoint) -> Iterator[str]:
 
 def unseen_before(name: str, recording: Recording, ckpt: Checkpoint) -> set[str]:
     """The points that were not recorded and from which ``name`` was computed nevertheless."""
-    found, todo = set(), [name]
+    unseen, todo = set(), [name]
     while todo:
         for point in inputs(todo.pop(), ckpt.config):
-            if point not in found and not any(recording.points.get(point, ())):
-                found.add(point)
+            if point not in unseen and not any(recording.points.get(point, ())):
+                unseen.add(point)
                 todo.append(point)
-    return found
+    return unseen

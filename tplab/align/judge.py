@@ -7,11 +7,11 @@ import torch
 from tplab.align.floors import SHORT
 from tplab.align.gather import whole_point
 from tplab.align.guilty import Judge, LocalDiff, recorded_points
-from tplab.align.local import Weights
-from tplab.align.points import POINTS
+from tplab.align.points import POINTS, layout
 from tplab.align.recording import Recording
 from tplab.align.reference import hf_model, hf_trace
 from tplab.align.report import AlignReport, Evidence, PointDiff, compare, internal_error
+from tplab.align.tensors import Weights
 from tplab.checkpoint import Checkpoint
 from tplab.errors import TplabError
 from tplab.patch import Patch
@@ -27,8 +27,6 @@ def judge(recording: Recording, ckpt: Checkpoint, plan: ShardPlan, patches: tupl
             judged so, since the rounding of many layers looks like a bug.
         kind: the class of the report.
         more: further fields of the report.
-
-    Raises CheckpointError if the checkpoint's files are no longer those that were opened.
     """
     short = recording.dtype in SHORT
     local, judged = {}, Judge(recording, ckpt, plan) if by_local or short else None
@@ -42,8 +40,11 @@ def judge(recording: Recording, ckpt: Checkpoint, plan: ShardPlan, patches: tupl
     for name in recorded_points(recording, ckpt):
         try:
             shards, right = recording.points[name], theirs.pop(name)
-            measured = _relative(right, exact.pop(name)) if exact else float("inf")
+            measured = _relative(right, exact.pop(name)) if exact and right.numel() else float("inf")
             ours, spread, held = whole_point(name, shards)
+            ours = ours[theirs.rows(name)]
+            if layout(name) == "partial" and sum(map(bool, shards)) < len(judged.stage(name) if judged else shards):
+                ours = right = ours[:0]  # without all summands there is no sum
             if judged:
                 local[name] = judged.diff(name)
                 if shards[0] and shards[0].kind == "partial" and local[name].inside:
@@ -72,7 +73,7 @@ def judge(recording: Recording, ckpt: Checkpoint, plan: ShardPlan, patches: tupl
     report = kind(ckpt.name, plan, recording.dtype, recording.ids, points, evidence, checkpoint=ckpt,
                   patches=tuple(patch.target for patch in patches), computed=computed, recording=recording, **more)
     if judged:
-        report.local = local
+        report.local, report.judge = local, judged
     if not by_local and report.ok:
         report.recording = None
     return report
@@ -96,15 +97,24 @@ def _relative(ours: torch.Tensor, right: torch.Tensor) -> float:
 
 
 class _Reference:
-    """Hugging Face's points on the ids and rows of a recording; each is returned once, since traces are large."""
+    """Hugging Face's points on the ids and rows of a recording; each is returned once, since traces are large. A text
+    of which a token is unknown (-1) has none from there on."""
 
     def __init__(self, recording: Recording, ckpt: Checkpoint, dtype: torch.dtype):
         self.recording, model = recording, hf_model(ckpt, dtype)
-        self.traces = [hf_trace(model, text, recording.points) for text in recording.ids]
+        self.known = [text.index(-1) if -1 in text else len(text) for text in recording.ids]
+        self.traces = [hf_trace(model, text[:known] or [0], recording.points)
+                       for text, known in zip(recording.ids, self.known)]
+
+    def rows(self, name: str) -> slice | list[int]:
+        """The rows of a point that have a reference."""
+        places = self.recording.logit_places if name == "logits" else self.recording.places
+        rows = [row for row, (s, p) in enumerate(places) if p < self.known[s]]
+        return rows if len(rows) < len(places) else slice(None)
 
     def pop(self, name: str) -> torch.Tensor:
         places = self.recording.logit_places if name == "logits" else self.recording.places
-        found = []
+        places, found = [(s, p) for s, p in places if p < self.known[s]], []
         for number, trace in enumerate(self.traces):
             positions, whole = [p for s, p in places if s == number], trace.pop(name)
             found.append(whole if positions == list(range(len(whole))) else whole[positions])

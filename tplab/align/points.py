@@ -35,7 +35,7 @@ class Point(NamedTuple):
     # "replicated" (the same values on every rank), "q_heads" or "kv_heads" (dealt out along dim 1 of [tokens, heads,
     # head_dim]), "mlp" or "vocab" (along the last dimension), or "partial" (a summand of a row-parallel sum per rank)
     layout: str
-    op: str  # the operation of operations.Operations that makes it
+    op: str  # the operation that makes it
     made_from: tuple[str, ...]  # what goes in; "before" goes into the layer, of "q_norm|q" the first that there is does
     module: str = ""  # the checkpoint's, named inside its layer; a norm's place (see ModelConfig.norms)
     needs: Callable = _always  # whether a layer of a ModelConfig has it
@@ -77,11 +77,6 @@ NORM_PLACES = {name: point.module for name, point in POINTS.items() if point.nee
                and point.op == "norm"}  # point → place
 OUTER = ("embed", "norm", "logits")  # the points of no layer
 LAYER_POINTS = tuple(name for name in POINTS if name not in OUTER)
-
-
-def made_by(*ops: str) -> tuple[str, ...]:
-    """The points that one of these operations makes."""
-    return tuple(name for name, point in POINTS.items() if point.op in ops)
 
 
 def layout(name: str) -> str:

@@ -46,14 +46,15 @@ class Recording:
     """All calls of a run, their rows in the order of sequence and position; of each row the last computation."""
 
     world_size: int
-    ids: list[list[int]]  # the whole text of each sequence
+    ids: list[list[int]]  # the whole text of each sequence; -1 for a token that nothing tells
     places: list[tuple[int, int]]  # (sequence, position) of each row of every point but the logits
     num_keys: list[int]  # per row, how many keys of its sequence existed at the end of the call that computed it
     logit_places: list[tuple[int, int]]  # the same as `places`, of the rows of the logits (perhaps last positions only)
     points: Mapping[str, list[Shard | None]]  # canonical name → a shard per rank, None for a rank without it
     dtype: torch.dtype  # in which most of the points were recorded
     origins: list[tuple[int, int]] = field(default_factory=list)  # per row, the call that computed it, its row there
-    declared: list[int] | None = None  # per row, the position that the engine gave, if any of them differs
+    segments: list[list] = field(default_factory=list)  # per call, its sequences' block tables, where they are known
+    block_size: int = 1
     assumed: dict[str, str] = field(default_factory=dict)  # point → its tensor and its layout, in words
     unplaced: list[str] = field(default_factory=list)  # tensors that are no known point, and why
     notes: list[str] = field(default_factory=list)  # what else was not seen: missing ranks, calls cut off
@@ -62,7 +63,6 @@ class Recording:
     plan: ShardPlan | None = None  # what each rank holds by the plan's rule, stage by stage of a pipeline
     lost: set[str] = field(default_factory=set)  # outputs of layers that did not run, as the next layer got them
     holders: dict[int, list[int]] = field(default_factory=dict)  # the ranks that hold a layer, where not all do
-    doubts: list[str] = field(default_factory=list)  # calls whose positions, if right, would give other texts
     unjudged: list[str] = field(default_factory=list)  # the parts of the run that could not be judged
-    reordered: bool = False  # whether the numbers in a head, or the parts of a fused output, have an order of their own
+    adapted: set[str] = field(default_factory=set)  # points that come from a module with an adapter (LoRA)
     warnings: list[str] = field(default_factory=list)  # what a right engine may do, and what it can lead to

@@ -150,22 +150,18 @@ class TensorParallelAttention(nn.Module):
         """``[tokens, hidden]`` → ``[tokens, hidden]``, whole on every rank."""
         name = f"layers.{self.layer}."
         q, k, v = self.qkv_proj.split_heads(self.qkv_proj(x))
-        for what, x in (("q", q), ("k", k), ("v", v)):
-            point(name + what, x)
+        q, k, v = (point(name + what, x) for what, x in (("q", q), ("k", k), ("v", v)))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.norm_heads(self.q_norm, self.k_norm, q, k)
-            point(name + "q_norm", q)
-            point(name + "k_norm", k)
+            q, k = point(name + "q_norm", q), point(name + "k_norm", k)
         q, k = self.apply_rope(q, k, cos, sin)
-        point(name + "q_rope", q)
-        point(name + "k_rope", k)
+        q, k = point(name + "q_rope", q), point(name + "k_rope", k)
         out = self.attend_all(q, k, v, context)
-        point(name + "attn", out)
+        out = point(name + "attn", out)
         partial = self.o_proj.partial(out.flatten(1))
-        point(name + "o_partial", partial)
+        partial = point(name + "o_partial", partial)
         out = self.o_proj.reduce(partial)
-        point(name + "o_proj", out)
-        return out
+        return point(name + "o_proj", out)
 
     def apply_rope(self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
                    ) -> tuple[torch.Tensor, torch.Tensor]:

@@ -44,18 +44,15 @@ class DecoderLayer(nn.Module):
         normed = self.normed("input_norm", self.input_layernorm, hidden)
         branch = self.normed("attn_norm", self.post_self_attn_layernorm, self.self_attn(normed, cos, sin, context))
         hidden = hidden + self.scaled(branch)
-        point(name + "residual", hidden)
+        hidden = point(name + "residual", hidden)
         normed = self.normed("post_norm", self.post_attention_layernorm, hidden)
         hidden = hidden + self.scaled(self.normed("mlp_norm", self.post_mlp_layernorm, self.mlp(normed)))
-        point(name + "output", hidden)
-        return hidden
+        return point(name + "output", hidden)
 
     def normed(self, name: str, norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
         """``x`` after ``norm``; it is a trace point unless the norm is an Identity."""
         out = norm(x)
-        if not isinstance(norm, nn.Identity):
-            point(f"layers.{self.layer}.{name}", out)
-        return out
+        return out if isinstance(norm, nn.Identity) else point(f"layers.{self.layer}.{name}", out)
 
     def scaled(self, branch: torch.Tensor) -> torch.Tensor:
         """A block's output, scaled as it is added to the residual stream."""
@@ -67,7 +64,7 @@ class TensorParallelCausalLM(nn.Module):
 
     load_stats: Any  # a :class:`tplab.model.loader.LoadStats`, once it is loaded
 
-    def __init__(self, config, plan: ShardPlan, dtype: torch.dtype = torch.float32):
+    def __init__(self, config, plan: ShardPlan, dtype: torch.dtype = torch.float32, only: int | None = None):
         super().__init__()
         self.config, self.plan, self.shard = config, plan, plan.ranks[rank()]
         vocab = [shard.vocab for shard in plan.ranks]
@@ -78,7 +75,8 @@ class TensorParallelCausalLM(nn.Module):
         self.rotary = Rotary(config.hf)
         self.rope_layer_types: list[tuple[str, ...]] = [
             (kind,) for kind in config.rope_layer_types] or [()] * config.num_layers
-        self.layers = nn.ModuleList(DecoderLayer(config, plan, i, dtype) for i in range(config.num_layers))
+        self.layers = nn.ModuleList(DecoderLayer(config, plan, i, dtype) if only in (None, i) else nn.Identity()
+                                    for i in range(config.num_layers))
         self.norm = make_norm(config, config.hidden_size, dtype)
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, parts=vocab, dtype=dtype)
         if config.tie_word_embeddings:
@@ -96,14 +94,13 @@ class TensorParallelCausalLM(nn.Module):
             ``[tokens, hidden]`` after the final norm; ``compute_logits`` takes the rows that are needed.
         """
         hidden = self.embed(input_ids)
-        point("embed", hidden)
+        hidden = point("embed", hidden)
         # One pair of tables for all layers, or one for each type of layer.
         tables = {kind: self.rotary(hidden, positions, context.lengths, *kind) for kind in set(self.rope_layer_types)}
         for layer, kind in zip(self.layers, self.rope_layer_types):
             hidden = layer(hidden, *tables[kind], context)
         hidden = self.norm(hidden)
-        point("norm", hidden)
-        return hidden
+        return point("norm", hidden)
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """``[tokens]`` → ``[tokens, hidden]``, what goes into the first layer."""
@@ -113,8 +110,7 @@ class TensorParallelCausalLM(nn.Module):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[n, hidden]`` → this rank's ``[n, vocabulary here]`` logits."""
         logits = self.finish(self.lm_head(hidden))
-        point("logits", logits)
-        return logits
+        return point("logits", logits)
 
     def finish(self, logits: torch.Tensor) -> torch.Tensor:
         """Scale and cap the logits, element by element, so each rank can do it with its own."""

@@ -104,9 +104,8 @@ class SparseMoeBlock(nn.Module):
         """``[tokens, hidden]`` → ``[tokens, hidden]``, whole on every rank."""
         name = f"layers.{self.layer}."
         logits = self.gate(x)
-        point(name + "router_logits", logits)
+        logits = point(name + "router_logits", logits)
         partial = self.partial(x, logits)
-        point(name + "moe_partial", partial)
+        partial = point(name + "moe_partial", partial)
         out = all_reduce(partial)
-        point(name + "mlp", out)
-        return out
+        return point(name + "mlp", out)

@@ -20,7 +20,7 @@ class GatedMLP(nn.Module):
         super().__init__()
         from transformers.activations import ACT2FN
 
-        self.act = ACT2FN[config.hidden_act]
+        self.act, self.layer = ACT2FN[config.hidden_act], None
         self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, [size] * 2, parts=[columns, columns],
                                                        bias=bias, dtype=dtype)
         self.down_proj = RowParallelLinear(size, config.hidden_size, parts=columns, bias=bias, dtype=dtype)
@@ -28,6 +28,8 @@ class GatedMLP(nn.Module):
     def gated(self, x: torch.Tensor) -> torch.Tensor:
         """``[tokens, hidden]`` → ``[tokens, columns here]``."""
         gate, up = self.gate_up_proj.split(self.gate_up_proj(x))
+        if self.layer is not None:
+            gate, up = point(f"layers.{self.layer}.gate", gate), point(f"layers.{self.layer}.up", up)
         return self.act(gate) * up
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
@@ -47,9 +49,8 @@ class TensorParallelMLP(GatedMLP):
         """``[tokens, hidden]`` → ``[tokens, hidden]``, whole on every rank."""
         name = f"layers.{self.layer}."
         hidden = self.gated(x)
-        point(name + "mlp_act", hidden)
+        hidden = point(name + "mlp_act", hidden)
         partial = self.down_proj.partial(hidden)
-        point(name + "mlp_partial", partial)
+        partial = point(name + "mlp_partial", partial)
         out = self.down_proj.reduce(partial)
-        point(name + "mlp", out)
-        return out
+        return point(name + "mlp", out)

@@ -13,11 +13,14 @@ _active = threading.local()
 
 
 @contextmanager
-def recording() -> Iterator[dict[str, torch.Tensor]]:
-    """Record every point that this thread passes; yields the dictionary that fills up with copies."""
+def recording(given: dict[str, torch.Tensor] | None = None) -> Iterator[dict[str, torch.Tensor]]:
+    """Record every point that this thread passes; yields the dictionary that fills up with copies.
+
+    ``given``: tensors with which the pass goes on in the place of those that it computed (a replay).
+    """
     if getattr(_active, "points", None) is not None:
         raise RuntimeError("a trace is being recorded already")
-    _active.points = {}
+    _active.points, _active.given = {}, {} if given is None else given
     try:
         yield _active.points
     finally:
@@ -29,8 +32,12 @@ def is_recording() -> bool:
     return getattr(_active, "points", None) is not None
 
 
-def point(name: str, tensor: torch.Tensor) -> None:
-    """Pass a trace point. The copy matters: some tensors are overwritten later (the all-reduce works in place)."""
+def point(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Pass a trace point; returns the tensor to go on with: the same one, or in a replay the one that is given. The
+    copy matters: some tensors are overwritten later (the all-reduce works in place)."""
     points = getattr(_active, "points", None)
-    if points is not None:
-        points[name] = tensor.detach().clone()
+    if points is None:
+        return tensor
+    points[name] = tensor.detach().clone()
+    given = _active.given.get(name)
+    return tensor if given is None or given.shape != tensor.shape else given.clone()

@@ -22,7 +22,7 @@ _REDUCE = "tplab.shard.linear.RowParallelLinear.reduce"
 LONG = 600  # seconds: measurements take a second or two, and minutes where other programs take the cores
 # In a layer, nothing is summed up, and no point is passed: its rows are not those of Hugging Face.
 SUMMANDS = [Patch(_REDUCE, lambda self, partial: partial),
-            *(Patch(f"tplab.model.{name}.point", lambda name, tensor: None) for name in ("attention", "mlp"))]
+            *(Patch(f"tplab.model.{name}.point", lambda name, tensor: tensor) for name in ("attention", "mlp"))]
 ROUNDS = 25
 
 

@@ -114,7 +114,7 @@ def in_patient_zero(cure: Callable, place: str, setting, answer) -> None:
 
 def _said(report) -> dict:
     """What a check's report finds wrong: ``{(point, name): sentence}``."""
-    found = {(one.point, one.fault): one.sentence.partition(" It is computed")[0] for one in report.diagnoses}
+    found = {(one.point, one.fault): one.sentence.partition(" Looked for and not found")[0] for one in report.diagnoses}
     found |= {(one, None): one for one in (*report.recording.contradictions, *report.stopped)}
     return found | {(point, ""): f"{point} is not what its own inputs give" for point in report.guilty}
 

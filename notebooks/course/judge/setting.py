@@ -16,7 +16,7 @@ LITTLE = "What is off by so little has lost digits: in which dtype is it compute
 
 def in_learners_words(found) -> str:
     """A diagnosis without what only a reader of the engine can use."""
-    return found.sentence.partition(" It is computed")[0].partition(" So it is on rank")[0]
+    return found.sentence.partition(" Looked for and not found")[0]
 
 
 @dataclass

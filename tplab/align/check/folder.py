@@ -18,12 +18,10 @@ from tplab.checks import counted, quoted, whole_number
 from tplab.errors import TplabError
 from tplab.record import DTYPES, VERSION
 
-_DTYPES = {stored: dtype for dtype, stored in DTYPES.items()}
 NOTHING_RAN = ("no watched module ran in this call; a replayed graph (CUDA graphs, torch.compile) calls none: record "
                "the engine while it runs eagerly")
 _MAX_MANIFEST = 1 << 28  # bytes: some 1,000 decode steps of a model of 30 layers
 _MAX_WORLD = 4096
-_OUT_OF_TURN = "a recorder writes no such line here; record again"
 
 
 class RecordingError(TplabError):
@@ -57,12 +55,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Call:
-    """One call of the engine on one rank; ids, positions and sequences are what ``rec.inputs`` said, or None."""
+    """One call of the engine on one rank; ids, positions, sequences and texts are what ``rec.inputs`` said, or None."""
 
     index: int
     input_ids: Tensor | None
     positions: Tensor | None
     sequences: list[int] | None
+    texts: dict[int, list[int]] | None
     entries: tuple[Entry, ...]
     status: str  # "done", "cut off" (the process ended or hung within the call), or "failed: ValueError: …"
     last: str  # the module that was entered last; "" before the first
@@ -77,7 +76,6 @@ class RecordedRank:
     rank: int
     calls: tuple[Call, ...]
     parameters: dict[str, Entry]
-    left_out: tuple[str, ...] = ()  # of the parameters
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,6 @@ class Recorded:
     folder: Path
     world_size: int
     ranks: tuple[RecordedRank | None, ...]
-    notes: tuple[str, ...] = ()
 
 
 def read_recorded(folder: str | os.PathLike) -> Recorded:
@@ -99,19 +96,13 @@ def read_recorded(folder: str | os.PathLike) -> Recorded:
     if not folder.is_dir():
         raise RecordingError(f"{folder} is not a folder; give the one that record(...) wrote")
     try:
-        return _read(folder)
+        numbers = sorted(int(hit[1]) for path in folder.iterdir() if (hit := re.fullmatch(r"rank(0|[1-9]\d{0,5})",
+                                                                                          path.name)))
+        readers = [reader for number in numbers if (reader := _RankReader(folder, number)).about]
     except OSError as error:
         raise RecordingError(f"{folder} cannot be read: {quoted(str(error))}") from error
-
-
-def _read(folder: Path) -> Recorded:
-    numbers = sorted(int(hit.group(1)) for path in folder.iterdir()
-                     if (hit := re.fullmatch(r"rank(0|[1-9]\d{0,5})", path.name)))
-    if not numbers:
-        raise RecordingError(f"{folder} holds no recording: there is no rank0, rank1, … in it")
-    readers = [reader for number in numbers if (reader := _RankReader(folder, number)).about]
     if not readers:
-        raise RecordingError(f"{folder} holds no recording: no rank wrote a line")
+        raise RecordingError(f"{folder} holds no recording: no rank wrote a line in a folder rank0, rank1, …")
     first = readers[0]
     for other in readers[1:]:
         for key, what in ("run", "two runs are mixed"), ("world_size", "the ranks disagree about world_size"):
@@ -119,8 +110,7 @@ def _read(folder: Path) -> Recorded:
                 raise RecordingError(f"{folder}: {what}: rank{first.rank} says {quoted(first.about[key])}, "
                                      f"rank{other.rank} {quoted(other.about[key])}; record again into a new folder")
     ranks = {reader.rank: reader.recorded() for reader in readers}
-    world_size = first.about["world_size"]
-    return Recorded(folder, world_size, tuple(map(ranks.get, range(world_size))))
+    return Recorded(folder, first.about["world_size"], tuple(map(ranks.get, range(first.about["world_size"]))))
 
 
 def _ordinary(path: Path) -> Path:
@@ -137,79 +127,75 @@ class _Wrong(Exception):
     """What is wrong with a line, without the line's number."""
 
 
-def _numbers(value) -> Tensor | None:
+def _number(value, most: int = 1 << 62) -> int:
+    if whole_number(value, 0, most) is None:
+        raise _Wrong(f"{quoted(value)} is not a whole number from 0 to {most}")
+    return value
+
+
+def _text(value) -> str:
+    if not isinstance(value, str) or len(value) > 1000 or not value.isprintable():
+        raise _Wrong(f"{quoted(value)} is not a printable text of at most 1,000 characters")
+    return value
+
+
+def _ids(value) -> Tensor:
     try:
         found = torch.tensor(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        return None
-    return found.long() if not found.numel() or found.dtype == torch.int64 else None
+        found = torch.empty(1)
+    if found.numel() and found.dtype != torch.int64:
+        raise _Wrong(f"{quoted(value)} is not whole numbers in rows of one length")
+    return found.long()
 
 
-def _one_of(*known):
-    return ", ".join(map(str, known)), lambda value: value if type(value) in (str, int) and value in known else None
+def _among(value, known):
+    if not isinstance(value, str) or value not in known:
+        raise _Wrong(f"{quoted(value)} is not one of {', '.join(known)}")
+    return known[value]
 
 
-_FIELDS = {  # field of a line → what a recorder writes there, and a function that checks it
-    **dict.fromkeys(("name", "path", "why", "file", "module_class", "run"), (
-        "a printable text of at most 1,000 characters",
-        lambda value: value if isinstance(value, str) and len(value) <= 1000 and value.isprintable() else None)),
-    **dict.fromkeys(("call", "room", "nth", "key", "rank"), (
-        "a whole number from 0 up", lambda value: whole_number(value, 0))),
-    **dict.fromkeys(("input_ids", "positions", "sequences"), ("whole numbers in rows of one length", _numbers)),
-    "world_size": (f"a number of ranks up to {_MAX_WORLD}", lambda value: whole_number(value, 1, _MAX_WORLD)),
-    "shape": ("a shape", lambda value: tuple(value) if isinstance(value, list) and len(value) <= 16 and all(
-        whole_number(n, 0, 2**40) is not None for n in value) else None),
-    "format": _one_of("tplab-record"), "dtype": _one_of(*_DTYPES), "kind": _one_of("in", "out", "tensor", "parameter"),
-    "version": (f"{VERSION}; record again with this tplab's record.py", _one_of(VERSION)[1]),
-    "event": _one_of("call", "file", "tensor", "enter", "leave", "left out", "end")}
-
-
-class _Line(dict):
-    """A journal's line; ``line[key]`` is checked, and raises what is wrong with it."""
-
-    def __init__(self, data: bytes):
-        try:
-            super().__init__(json.loads(data.decode()))
-        except (ValueError, TypeError, RecursionError) as error:
-            raise _Wrong(f"no JSON object: {quoted(str(error))}") from None
-
-    def __getitem__(self, key: str):
-        what, take = _FIELDS[key]
-        if (found := take(self.get(key))) is None:
-            raise _Wrong(f"{key} is {quoted(self.get(key))}, not {what}")
-        return found
-
-    @property
-    def error(self) -> str:
-        """What an engine raised; ``""`` if nothing. It is shown, not trusted."""
-        found = self.get("error")
-        return "" if found is None else "".join(c if c.isprintable() else " " for c in str(found))[:300] or "an error"
+_DTYPES = {stored: dtype for dtype, stored in DTYPES.items()}
+_KINDS = {kind: kind for kind in ("in", "out", "tensor", "parameter")}
 
 
 class _Draft:
     """A call while its lines are read, or the parameters; and the files that hold its tensors one after the other."""
 
-    def __init__(self, folder: Path, stem: str):
-        self.folder, self.stem = folder, stem
+    def __init__(self, folder: Path, stem: str, line: dict):
+        self.folder, self.stem, said = folder, stem, {key: value for key, value in line.items() if value is not None}
         self.files: list[tuple[Path, int, list[int]]] = []  # path, where its tensors begin, from there each one's end
-        self.entries, self.last, self.raised = [], "", []
-        self.said, self.notes, self.left = (None, None, None), [], {}
+        self.entries, self.last, self.raised, self.left = [], "", [], {}
+        self.notes = ["calls=: this call"] * bool(line.get("skipped"))
+        self.ids, self.positions, self.sequences = (_ids(said[key]) if key in said else None for key in (
+            "input_ids", "positions", "sequences"))
+        self.texts = {int(key): _ids(ids).flatten().tolist() for key, ids in said["texts"].items()
+                      } if "texts" in said else None
 
-    def begin(self, line: _Line) -> None:
-        """The next file. Its name is computed: a name from the journal could lead out of the folder."""
-        part = f".{len(self.files)}" if self.files else ""
-        self.files.append((self.folder / f"{self.stem}{part}.safetensors", 8 + line["room"], [0]))
-
-    def add(self, line: _Line) -> None:
-        """A tensor: the next one of the current file, or an earlier one under another name."""
-        dtype, shape, key = _DTYPES[line["dtype"]], line["shape"], line["key"]
-        file, start, ends = self.files[-1] if self.files else (None, 0, [])
-        if key == len(ends) - 1:
-            ends.append(ends[-1] + math.prod(shape) * dtype.itemsize)
-        if key > len(ends) - 2 or ends[key + 1] - ends[key] != math.prod(shape) * dtype.itemsize:
-            raise _Wrong(_OUT_OF_TURN)
-        self.entries.append(Entry(line["name"], line["kind"], line["path"], line["nth"], len(self.entries),
-                                  line["module_class"], shape, dtype, file, start + ends[key]))
+    def take(self, event: str, line: dict) -> None:
+        """A line about this call."""
+        if event == "file":  # its name is computed: one from the journal could lead out of the folder
+            part = f".{len(self.files)}" if self.files else ""
+            self.files.append((self.folder / f"{self.stem}{part}.safetensors", 8 + _number(line["room"]), [0]))
+        elif event == "tensor":  # the next one of the current file, or an earlier one under another name
+            dtype, shape = _among(line["dtype"], _DTYPES), tuple(_number(n, 2**40) for n in line["shape"])
+            key = line["key"]
+            (file, start, ends), size = self.files[-1], math.prod(shape) * dtype.itemsize
+            if _number(key) == len(ends) - 1:
+                ends.append(ends[-1] + size)
+            if ends[key + 1] - ends[key] != size:
+                raise _Wrong("an earlier tensor has another size")
+            self.entries.append(Entry(_text(line["name"]), _among(line["kind"], _KINDS), _text(line["path"]), _number(
+                line["nth"]), len(self.entries), _text(line["module_class"]), shape, dtype, file, start + ends[key]))
+        elif event == "enter":
+            self.last = _text(line["name"])
+        elif event == "leave" and line.get("error") is not None:
+            self.raised.append(f"{_text(line['name'])}: {_shown(line['error'])}")
+        elif event == "left out":
+            first, count = self.left.get(_text(line["why"]), (_text(line["name"]), 0))
+            self.left[line["why"]] = first, count + 1
+        elif event != "leave":
+            raise _Wrong("there is no such event")
 
     def check(self) -> None:
         """Compare the files' sizes with the journal; a file may hold more, if its process ended between the two."""
@@ -218,9 +204,18 @@ class _Draft:
             if size < needed:
                 raise RecordingError(f"{path} has {size:,} bytes; its journal says {needed:,}")
 
-    def left_out(self) -> tuple[str, ...]:
-        return (*self.notes, *(f"{why}: {counted(count, 'tensor')}, the first of them {first}"
-                               for why, (first, count) in self.left.items()))
+    def call(self, index: int, status: str) -> Call:
+        self.check()
+        left = (f"{why}: {counted(count, 'tensor')}, the first of them {first}"
+                for why, (first, count) in self.left.items())
+        sequences = None if self.sequences is None else self.sequences.flatten().tolist()
+        return Call(index, self.ids, self.positions, sequences, self.texts, tuple(self.entries), status,
+                    self.last, tuple(self.raised), (*self.notes, *left))
+
+
+def _shown(error) -> str:
+    """What an engine raised; it is shown, not trusted."""
+    return "".join(c if c.isprintable() else " " for c in str(error))[:300] or "an error"
 
 
 class _RankReader:
@@ -228,69 +223,49 @@ class _RankReader:
 
     def __init__(self, folder: Path, rank: int):
         self.rank, self.folder, self.about = rank, folder / f"rank{rank}", {}
-        self.calls, self.call, self.parameters = [], None, _Draft(self.folder, "parameters")
+        self.calls, self.draft, self.parameters = [], None, _Draft(self.folder, "parameters", {})
         if self.folder.is_symlink() or not self.folder.is_dir():
             raise RecordingError(f"{self.folder} is not a folder")
-        if any(self.folder.iterdir()):  # else it ended before its first line
-            self._read(_ordinary(self.folder / "manifest.jsonl"))
-
-    def _read(self, journal: Path) -> None:
+        if not any(self.folder.iterdir()):
+            return  # it ended before its first line
+        journal = _ordinary(self.folder / "manifest.jsonl")
         if (size := journal.stat().st_size) > _MAX_MANIFEST:
             raise RecordingError(f"{journal} has {size:,} bytes, more than the {_MAX_MANIFEST:,} that are read; "
                                  "record fewer calls, with calls= or layers=")
-        lines = journal.read_bytes().split(b"\n")[:-1]  # what follows the last newline was cut off
-        for number, data in enumerate(lines, 1):
+        for number, data in enumerate(journal.read_bytes().split(b"\n")[:-1], 1):  # behind the last, it was cut off
             try:
-                (self._take if self.about else self._begin)(_Line(data))
-            except _Wrong as wrong:
-                raise RecordingError(f"{journal}, line {number}: {wrong}") from None
-        if self.call is not None:
+                (self._take if self.about else self._begin)(json.loads(data.decode()))
+            except (_Wrong, ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError) as error:
+                why = str(error) if isinstance(error, _Wrong) else quoted(f"{type(error).__name__}: {error}")
+                raise RecordingError(f"{journal}, line {number}: a recorder writes no such line ({why}); record again"
+                                     ) from None
+        if self.draft is not None:
             self._finish("cut off")
         self.parameters.check()
 
     def recorded(self) -> RecordedRank:
-        return RecordedRank(self.rank, tuple(self.calls), {entry.name: entry for entry in self.parameters.entries},
-                            self.parameters.left_out())
+        return RecordedRank(self.rank, tuple(self.calls), {entry.name: entry for entry in self.parameters.entries})
 
-    def _begin(self, line: _Line) -> None:
-        self.about = {key: line[key] for key in ("format", "version", "rank", "world_size", "run")}
-        if not self.rank == line["rank"] < line["world_size"]:
+    def _begin(self, line: dict) -> None:
+        if (found := (line["format"], line["version"])) != ("tplab-record", VERSION):
+            raise _Wrong(f"it is {quoted(found)}, not tplab-record {VERSION}")
+        if not self.rank == _number(line["rank"]) < _number(line["world_size"], _MAX_WORLD):
             raise _Wrong(f"rank {line['rank']} of {line['world_size']}, in a folder named rank{self.rank}")
+        self.about = {"run": _text(line["run"]), "world_size": line["world_size"]}
 
-    def _take(self, line: _Line) -> None:
+    def _take(self, line: dict) -> None:
         event = line["event"]
-        parameter = line["file"].startswith("parameters") if event == "file" else (
-            event in ("tensor", "left out") and line["kind"] == "parameter")
-        draft = self.parameters if parameter else self.call
-        if (draft is None) != (event == "call"):
-            raise _Wrong(_OUT_OF_TURN)
-        match event:
-            case "call":
-                if line["call"] != len(self.calls):
-                    raise _Wrong(_OUT_OF_TURN)
-                self.call = _Draft(self.folder, f"call{len(self.calls)}")
-                self.call.said = [None if line.get(key) is None else line[key]
-                                  for key in ("input_ids", "positions", "sequences")]
-                self.call.notes += ["calls=: this call"] * bool(line.get("skipped"))
-            case "file":
-                draft.begin(line)
-            case "tensor":
-                draft.add(line)
-            case "enter":
-                draft.last = line["name"]
-            case "leave" if line.error:
-                draft.raised.append(f"{line['name']}: {line.error}")
-            case "left out":
-                first, count = draft.left.get(line["why"], (line["name"], 0))
-                draft.left[line["why"]] = first, count + 1
-            case "end":
-                draft.notes += [NOTHING_RAN] * (line.get("ran") is False)
-                self._finish(f"failed: {line.error}" if line.error else "done")
+        parameter = _text(line["file"]).startswith("parameters") if event == "file" else line.get("kind") == "parameter"
+        if event == "call":
+            if self.draft is not None or line["call"] != len(self.calls):
+                raise _Wrong("a call out of turn")
+            self.draft = _Draft(self.folder, f"call{len(self.calls)}", line)
+        elif event == "end":
+            self.draft.notes += [NOTHING_RAN] * (line.get("ran") is False)
+            self._finish(f"failed: {_shown(line['error'])}" if line.get("error") is not None else "done")
+        else:
+            (self.parameters if parameter else self.draft).take(event, line)
 
     def _finish(self, status: str) -> None:
-        draft, self.call = self.call, None
-        draft.check()
-        ids, positions, sequences = draft.said
-        self.calls.append(Call(len(self.calls), ids, positions, None if sequences is None else
-                               sequences.flatten().tolist(), tuple(draft.entries), status, draft.last,
-                               tuple(draft.raised), draft.left_out()))
+        self.calls.append(self.draft.call(len(self.calls), status))
+        self.draft = None

@@ -34,7 +34,8 @@ _IN_LAYER = {
     "k_norm": "k_norm k_layernorm key_norm norm_k k_ln",
     "rotary": "rotary_emb rotary rope rotary_embedding rope_emb rotary_pos_emb apply_rotary pos_embeddings",
     "act": "act_fn act activation silu_and_mul silu swiglu act_and_mul",
-    "core": "core_attention inner_attention sdpa attn_fn attention_fn attn_func flash_attn flash_attention attn_op",
+    "core": "core core_attention inner_attention sdpa attn_fn attention_fn attn_func flash_attn "
+            "flash_attention attn_op",
     "kv_cache": "kv_cache cache",
 }
 _OUTSIDE = {
@@ -48,11 +49,13 @@ _OUTSIDE = {
 _EXPERTS = {"gate": "router", "router": "router", "gate_linear": "router", "experts": "experts",
             "block_sparse_moe": "feed_forward", "moe": "feed_forward", "sparse_moe": "feed_forward"}
 _ROLES = [{leaf: role for role, leaves in table.items() for leaf in leaves.split()} for table in (_OUTSIDE, _IN_LAYER)]
+TABLES = {"position_embeddings", "rotary_pos_emb", "freqs_cis", "freqs", "cos", "sin", "cos_sin", "rope_cache"}
 _WRAPPERS = {"_orig_mod", "module", "_fsdp_wrapped_module"}  # parts of a name that say nothing
-_INNER = {"linear", "proj", "base_layer", "inner", "layer", "weight", "0"}  # a parallel layer's names for its matrix
+_MATRIX = {"linear", "proj", "base_layer", "inner", "layer", "weight", "0"}  # a parallel layer's names for its matrix
+INNER = ("q", "qkv", "o", "gate", "gate_up", "down", "attention", "feed_forward")  # roles that every model has
 # The strength of a claim: the smaller, the stronger. A fused output has to be split first, so the next module's input
 # (DIRECT) is better.
-OVERRIDE, NAMED, PRODUCER, DIRECT, FUSED, CONSUMER, BY_VALUE = range(7)
+OVERRIDE, NAMED, PRODUCER, DIRECT, FUSED, CONSUMER, WEAK = range(7)
 _Flow = tuple[str, int, str, int]  # a kind of a module's tensors, the number among them, the point, the strength
 
 
@@ -116,7 +119,7 @@ def role_of(layer: int | None, rest: str) -> str | None:
         return "layer"
     parts = rest.lower().split(".")
     known = _ROLES[layer is not None]
-    while len(parts) > 1 and parts[-1] in _INNER and known.get(parts[-2]) not in (None, "attention", "feed_forward"):
+    while len(parts) > 1 and parts[-1] in _MATRIX and known.get(parts[-2]) not in (None, "attention", "feed_forward"):
         parts.pop()
     above = known.get(parts[-2]) if len(parts) > 1 else None
     if parts[-1] in ("c_proj", "proj", "dense"):
@@ -136,23 +139,21 @@ def role_in(config, layer: int | None, rest: str) -> str | None:
             inner = last.startswith("shared_expert") or any(part.startswith(("experts", "shared_expert"))
                                                             for part in above)
             own = "" if inner else _EXPERTS.get(last)
+            if own == "experts" and config.experts.shared_intermediate_size:
+                own = ""  # the block's output has the shared expert's beside it
     return role_of(layer, rest) if own is None else own
 
 
-def claims(entries, config, names: Mapping[str, str], shared: Mapping[str, int], roles: Mapping[str, str],
-           points: Mapping[tuple[str, str, str], str]) -> Iterator[Claim]:
+def claims(entries, config, names: Mapping[str, str], shared: Mapping[str, tuple[int, list[int]]]
+           ) -> Iterator[Claim]:
     """The claims for the tensors of one call on one rank, by their names.
 
     Args:
         names: overrides, as :func:`tplab.align.check.overrides.overridden` takes them.
-        shared: modules that all layers share, by name → how often each layer runs them.
-        roles: modules' roles that were found by value, by the pattern of their name.
-        points: tensors' points that were found by value, by their name's pattern, kind and path.
+        shared: modules that layers share, as :func:`shared_modules` returns them.
     """
     visits: dict[tuple[str, int], dict[str, list]] = {}  # a module's run → what went in and came out
     for entry in entries:
-        if point := points.get((pattern_of(entry.name), entry.kind, entry.path)):
-            yield Claim(point.format(i=split_name(entry.name)[0]), entry, BY_VALUE)
         if (point := overridden(entry, names)) is not None:
             yield Claim(point, entry, OVERRIDE)
         elif entry.kind == "tensor" and (point := _named_point(entry.name)):
@@ -163,16 +164,37 @@ def claims(entries, config, names: Mapping[str, str], shared: Mapping[str, int],
     for (name, nth), sides in visits.items():
         (layer, rest), half = split_name(name), 0
         if name in shared:
-            layer, half = divmod(nth, shared[name])
+            times, layers = shared[name]
+            layer, half = layers[nth // times], nth % times
             rest = rest.rpartition(".")[2]
         elif nth and role_of(layer, rest) == "rotary":
             half = nth
         elif nth:
             continue
         if name not in adapted and (layer is None or layer < config.num_layers):
-            role = roles.get(pattern_of(name)) or role_in(config, layer, rest)
+            role = role_in(config, layer, rest)
             if role or layer is None and name.rpartition(".")[2] in ("", "model", "transformer", "decoder", *_WRAPPERS):
                 yield from _by_role(sides, layer, role, config, half)
+
+
+def shared_modules(call, config) -> dict[str, tuple[int, list[int]]]:
+    """Modules that exist once and run in every layer (vLLM's rotary embedding) → how often each layer runs them, and
+    the layers that do: those of the rank, or all if some were not recorded."""
+    runs: dict[str, int] = {}
+    for entry in call.entries:
+        if entry.kind != "tensor":
+            runs[entry.name] = max(runs.get(entry.name, 0), entry.nth + 1)
+    places, found = {split_name(name) for name in runs}, {}
+    layers = sorted({layer for layer, rest in places if layer is not None and layer < config.num_layers})
+    if not layers or any(why.startswith("layers=") for why in call.left_out):
+        layers = [*range(config.num_layers)]
+    for name, times in runs.items():
+        layer, rest = split_name(name)
+        inner = role_of(0, rest.rpartition(".")[2]) in ("rotary", "act", "core", "kv_cache")
+        alone = layer is None or layer == 0 and len(layers) > 1 and (1, rest) not in places
+        if inner and alone and times % len(layers) == 0 and (times > 1 or layer is None):
+            found[name] = times // len(layers), layers
+    return found
 
 
 def _named_point(name: str) -> str | None:
@@ -232,7 +254,7 @@ def _by_role(sides: dict[str, list], layer: int | None, role: str | None, config
     for side, number, point, strength in _FLOWS.get(role, ()):
         if len(sides[side]) > number and (config.qk_norm or role not in ("q_norm", "k_norm")) and not (
                 role == "head" and point == "logits" and finished):
-            yield Claim(at + point, sides[side][number], BY_VALUE if role == "embed" and scaled else strength)
+            yield Claim(at + point, sides[side][number], WEAK if role == "embed" and scaled else strength)
     if role == "layer":
         added = made_from(at + "output", config)[1]
         yield from stream("hidden out", at + added, at + "residual", at + "output", PRODUCER)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 
-from tplab.align.check.folder import Call, RecordedRank
+from tplab.align.check.folder import NOTHING_RAN, Call, RecordedRank
 from tplab.align.check.match import span
 from tplab.align.check.names import pattern_of, split_name
 
@@ -12,13 +12,8 @@ def once(said: Iterable[tuple[int, int, str]]) -> list[str]:
     calls: dict[str, dict[int, set[int]]] = {}
     for rank, call, what in said:
         calls.setdefault(what, {}).setdefault(rank, set()).add(call)
-    lines = []
-    for what, of_rank in calls.items():
-        ranks: dict[tuple[int, ...], list[int]] = {}
-        for rank, numbers in of_rank.items():
-            ranks.setdefault(tuple(sorted(numbers)), []).append(rank)
-        lines += [f"{listed('rank', found)}, {listed('call', numbers)}: {what}" for numbers, found in ranks.items()]
-    return lines
+    return [f"{listed('rank', [*of_rank])}, {listed('call', sorted(set().union(*of_rank.values())))}: {what}"
+            for what, of_rank in calls.items()]
 
 
 def listed(what: str, numbers) -> str:
@@ -29,7 +24,7 @@ def listed(what: str, numbers) -> str:
 def call_notes(ranks: Iterable[RecordedRank]) -> list[str]:
     """What was left out of calls, and errors inside of calls that went on."""
     return once((rank.rank, call.index, what) for rank in ranks for call in rank.calls
-                for what in (*_swallowed(call), *call.left_out))
+                for what in (*_swallowed(call), *call.left_out) if what != NOTHING_RAN)
 
 
 def _swallowed(call: Call) -> Iterator[str]:

@@ -58,6 +58,6 @@ def overridden(entry, names: Mapping[str, str]) -> str | None:
         kind, _, path = pattern.partition(":")[2].partition(".")
         first = (path,) if path else ("", "0", *(("x", "input", "hidden_states") if kind == "in" else ()))
         meant = not kind if entry.kind == "tensor" else entry.kind == (kind or "out") and entry.path in first
-        if meant and (match := _fits(pattern, entry.name)):
+        if (meant or not point and not kind) and (match := _fits(pattern, entry.name)):
             return point.format(i=int(match.group(1))) if "{i}" in pattern else point
     return None

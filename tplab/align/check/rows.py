@@ -1,15 +1,18 @@
-"""Finds the token behind each row of a recorded tensor: calls of any shape → rows by sequence and position."""
+"""The token behind each row of a recorded tensor: calls of any shape → rows by sequence and position.
 
-import math
+What ``rec.inputs`` says is believed: the sequence of a row, its text (``texts=``), its position. Where it does not say
+enough, the sizes must decide; where they do not, one question is asked.
+"""
+
 from dataclasses import dataclass, field
 
 import torch
 
 from tplab.align.recording import PlacementError
 
+UNKNOWN = -1  # a token that nothing tells
 _ID_NAMES = ("input_ids", "ids", "tokens", "token_ids", "idx", "input", "x", "0", "")
 _MASKS = ("attention_mask", "padding_mask", "attn_mask", "mask")
-FLAT, AFTER, BEFORE = "heads in one dimension", "heads after tokens", "heads before tokens"
 
 
 @dataclass
@@ -23,7 +26,6 @@ class CallRows:
     places: list[tuple[int, int]] = field(default_factory=list)  # (sequence, position) of each of them
     ends: list[int] = field(default_factory=list)  # for each text in the call, its last row
     keys: list[int] = field(default_factory=list)  # for each of `rows`, the tokens of its text at the end of the call
-    declared: list[int] | None = None  # the positions that the engine gave `rows`
     cut: dict[int, int] = field(default_factory=dict)  # text → the position from which on it lost its tokens
 
     @property
@@ -51,195 +53,182 @@ def as_rows(tensor: torch.Tensor, call: CallRows) -> torch.Tensor | None:
     return tensor.reshape(rows, columns) if rows in (call.size, len(call.ends)) else None
 
 
-def as_heads(tensor: torch.Tensor, call: CallRows, head_dim: int) -> dict[str, torch.Tensor]:
-    """Every way to read a tensor as ``[call.size, heads, head_dim]``, the usual ones first. Of a whole cache's keys
-    the last rows are taken, where all texts have one length."""
+def as_heads(tensor: torch.Tensor, call: CallRows, head_dim: int) -> torch.Tensor | None:
+    """A tensor as ``[call.size, heads, head_dim]``; None if it has other rows. Heads stand in one dimension with
+    ``head_dim``, behind the tokens, or before them. Of a whole cache's keys the last rows are taken, where all texts
+    have one length."""
     if tensor.dim() < 2 or tensor.shape[-1] % head_dim or not tensor.numel():
-        return {}
-    ways, columns = {}, tensor.shape[-1]
-    if tensor.numel() // columns == call.size:
-        ways[FLAT] = tensor.reshape(call.size, columns // head_dim, head_dim)
-    if columns == head_dim and tensor.dim() in (3, 4):
-        lines = tensor if tensor.dim() == 4 else tensor[None]
-        if len(lines) != call.batch and tensor.dim() == 3 and tensor.shape[0] == call.size:
-            lines = tensor.reshape(call.batch, call.tokens, *tensor.shape[1:])
-        keys = call.keys[0] if len(set(call.keys)) == 1 and len(call.rows) == call.size else call.tokens
-        for way, lined in (AFTER, lines), (BEFORE, lines.transpose(1, 2)):  # [batch, tokens, heads, head_dim]
-            if len(lined) == call.batch and lined.shape[1] in (call.tokens, keys):
-                ways[way] = lined[:, -call.tokens:].reshape(call.size, lined.shape[2], head_dim)
-    return ways
+        return None
+    columns = tensor.shape[-1]
+    if columns != head_dim or tensor.dim() == 2 or tensor.numel() == call.size * columns:
+        return tensor.reshape(call.size, -1, head_dim) if tensor.numel() // columns == call.size else None
+    if tensor.dim() == 3:
+        tensor = tensor.unflatten(0, (call.batch, -1)) if len(tensor) == call.size else tensor[None]
+    if tensor.dim() != 4 or len(tensor) != call.batch:
+        return None
+    keys = call.keys[0] if len(set(call.keys)) == 1 and len(call.rows) == call.size else call.tokens
+    for tokens in dict.fromkeys((call.tokens, keys)):
+        for lines in (tensor, tensor.transpose(1, 2)):  # [batch, tokens, heads, head_dim]
+            if lines.shape[1] == tokens >= call.tokens:
+                return lines[:, tokens - call.tokens:].reshape(call.size, lines.shape[2], head_dim)
+    return None
 
 
 class Texts:
     """The sequences as they grow from call to call.
 
-    Tokens follow one another as they come, and positions are judged. With ``trust_positions``, they say where tokens
-    stand: a drafted token that stood there was rejected, and a text that does not begin at 0 begins with another one's
-    tokens, or, with ``unknown_start``, with tokens that were not recorded.
+    Attributes:
+        ids: per sequence its tokens, ``UNKNOWN`` where nothing tells them.
+        padding: sequences that are padding: they never have more than one token, at position 0 of decode calls.
     """
 
-    def __init__(self, trust_positions: bool = False, unknown_start: bool = False):
-        self.trust_positions, self.unknown_start, self.index = trust_positions, unknown_start, 0
+    def __init__(self):
         self.ids: list[list[int]] = []
         self.begun: list[list[int]] = []  # per sequence and token, where the call that computed it last began
-        self.by_label: dict[int, int] = {}  # the engine's own number of a sequence → ours
-        self.notes: list[str] = []
-        self.again: dict[int, dict[int, int]] = {}  # call → text → how many known tokens were computed once more
-        self.unseen_start: dict[int, int] = {}  # sequence → how many of its first tokens were not recorded, if any
-        self.lone_tokens: dict[int, int | None] = {}  # sequence of one token beside longer ones → the first call of it
-        self.unjudged: list[str] = []  # texts that cannot be looked at, one sentence each
-        self.doubts: list[str] = []  # where the positions, taken for right, would give other texts
+        self.by_label: dict[object, int] = {}  # the engine's own number of a sequence, or (batch, line) → ours
+        self.batch = 0  # of texts without numbers
+        self.padding: set[int] = set()
+        self.trees: dict[int, str] = {}  # sequence that had a tree of drafts → what is said of it
+        self.untold: dict[int, str] = {}  # sequence of which the first tokens were not told → what is said of it
+
+    @property
+    def questions(self) -> list[str]:
+        """What ``rec.inputs`` should be told, one sentence each."""
+        return [*self.trees.values(), *(said for n, said in self.untold.items() if UNKNOWN in self.ids[n])]
 
     def add_call(self, index: int, input_ids: torch.Tensor, positions: torch.Tensor | None,
-                 sequences: list[int] | None, mask: torch.Tensor | None = None) -> CallRows:
+                 sequences: list[int] | None, mask: torch.Tensor | None = None,
+                 texts: dict[int, list[int]] | None = None) -> CallRows:
         """Say which token each row of a call is; the texts grow by the new ones. ``input_ids`` and ``positions`` are
         ``[tokens]`` of one or several texts, or ``[batch, tokens]``; ``sequences`` the engine's own number of the text
-        of each row, or of each line. What is negative in any of them is padding, and what is 0 in ``mask`` ``[batch,
-        past and new tokens]``."""
+        of each row, or of each line; ``texts`` the whole texts of some of them. What is negative in any of them is
+        padding, and what is 0 in ``mask`` ``[batch, past and new tokens]``."""
         if input_ids.dim() not in (1, 2):
             raise PlacementError(f"call {index}: token ids of shape {list(input_ids.shape)}; they are [tokens] or "
                                  "[batch, tokens]")
         batch, tokens = (1, len(input_ids)) if input_ids.dim() == 1 else input_ids.shape
-        self.index, call, ids = index, CallRows(index, batch, tokens), input_ids.reshape(-1).tolist()
-        said = _spread(positions, batch, tokens)
-        if positions is not None and said is None:
-            self.notes.append(f"call {index}: positions of shape {list(positions.shape)} do not belong to ids of shape "
-                              f"{list(input_ids.shape)}; they were ignored")
+        call, ids, said = CallRows(index, batch, tokens), input_ids.reshape(-1).tolist(), None
+        if positions is not None:
+            if positions.numel() not in (tokens, call.size):
+                raise PlacementError(f"call {index}: positions of shape {list(positions.shape)} for ids of shape "
+                                     f"{list(input_ids.shape)}; give one for each token")
+            said = positions.reshape(-1).tolist() * (call.size // max(1, positions.numel()))
         seen = [True] * call.size
         if mask is not None and mask.dim() == 2 and len(mask) == batch and mask.shape[1] >= tokens:
             seen = mask[:, mask.shape[1] - tokens:].reshape(-1).bool().tolist()
         real = [row for row, token in enumerate(ids) if seen[row] and token >= 0 and (said is None or said[row] >= 0)]
-        free = set(range(len(self.ids)))
-        declared = []
-        for label, run in self._runs(call, real, said, sequences, input_ids.dim() > 1):
-            text, begin = [ids[row] for row in run], None if said is None else said[run[0]]
-            number, start = self._find(text, begin, label, free)
-            free.discard(number)
-            alone = start == begin == 0 and len(text) == 1 and max(map(len, self.ids)) > 1  # it may be padding
-            self.lone_tokens[number] = self.lone_tokens.get(number, index) if alone else None
-            known, end = self.ids[number], start + len(text)
-            if start < len(known):
-                self.again.setdefault(index, {})[number] = min(len(known), end) - start
-            if known[start:end] != text[:len(known) - start]:  # drafted tokens stood there, and were rejected
-                del known[start:], self.begun[number][start:]
-                call.cut[number] = start
-            known[start:end], self.begun[number][start:end] = text, [start] * len(text)
+        runs = self._unlabelled(call, real, ids, said) if sequences is None else self._labelled(call, real, sequences)
+        numbers: list[int] = []
+        for label, run in runs.items():
+            text, places = [ids[row] for row in run], None if said is None else [said[row] for row in run]
+            if label not in self.by_label:
+                self.by_label[label] = len(self.ids)
+                self.ids.append([])
+                self.begun.append([])
+            numbers.append(number := self.by_label[label])
+            whole = (texts or {}).get(label)
+            if whole is None and self._is_tree(number, places):
+                self.trees.setdefault(number, f"call {index} computes a tree of drafts, with two rows of sequence "
+                                      f"{self._label(number)} at one position: such rows were not judged; record a run "
+                                      "without a tree")
+                continue
+            start = self._start(number, text, places and places[0], index) if whole is None else self._told(
+                call, number, text, whole)
+            self._write(call, number, start, text)
             call.rows += run
             call.places += [(number, start + i) for i in range(len(run))]
             call.ends.append(run[-1])
-            call.keys += [end] * len(run)
-            declared += [] if said is None else [said[row] for row in run]
-        call.declared = None if said is None else declared
+            call.keys += [start + len(text)] * len(run)
+        alone = {n for n in numbers if len(self.ids[n]) == 1} if all(len(run) == 1 for run in runs.values()) else set()
+        self.padding = {n for n in self.padding if len(self.ids[n]) == 1} | (alone if len(alone) < len(runs) else set())
         return call
 
-    def settle(self) -> None:
-        """After the last call: note the texts that may be padding."""
-        for number, index in self.lone_tokens.items():
-            if index is not None:
-                self.doubts.append(f"call {index}: a token alone at position 0 may be padding")
-                if self.trust_positions:
-                    self.unseen_start[number] = 1
-
-    def _runs(self, call: CallRows, real: list[int], said: list[int] | None, sequences: list[int] | None,
-              lines: bool) -> list[tuple[int | None, list[int]]]:
-        """The rows of each text in a call, with the engine's own number of it if it gave one."""
-        if sequences is not None and len(sequences) != call.size and not (lines and len(sequences) == call.batch):
-            raise PlacementError(f"call {call.index}: {len(sequences)} sequence numbers for " + (
-                f"{call.batch} lines of {call.tokens} tokens; give one for each line or " if lines else
-                f"{call.size} tokens; give ") + "one for each token")
+    def _labelled(self, call: CallRows, real: list[int], sequences: list[int]) -> dict[object, list[int]]:
+        """The rows of each sequence in a call, by the engine's own number of it."""
+        per_row = len(sequences) == call.size
+        if not per_row and len(sequences) != call.batch:
+            raise PlacementError(f"call {call.index}: {len(sequences)} sequence numbers for {call.batch} lines of "
+                                 f"{call.tokens} tokens; give one for each line or one for each token")
         runs: dict[object, list[int]] = {}
-        if sequences is not None or lines:
-            per_row = sequences is not None and len(sequences) == call.size
-            for row in real:
-                line = row // call.tokens
-                label = None if sequences is None else sequences[row if per_row else line]
-                if label is None or label >= 0:
-                    runs.setdefault((label, None if per_row else line), []).append(row)
-            return [(label, run) for (label, _), run in runs.items()]
-        # Each text has one new token; or a text continues as long as its positions count up.
-        apart = len(real) == len(self.ids) > 1 and (said is None or [said[row] for row in real] != [*range(len(real))])
-        for at, row in enumerate(real):
-            if not runs or apart or said is not None and said[row] != said[real[at - 1]] + 1:
-                runs[row] = []
-            runs[next(reversed(runs))].append(row)
-        return [(None, run) for run in runs.values()]
+        for row in real:
+            if (label := sequences[row if per_row else row // call.tokens]) >= 0:
+                runs.setdefault(label, []).append(row)
+        return runs
 
-    def _find(self, text: list[int], begin: int | None, label: int | None, free: set[int]) -> tuple[int, int]:
-        """The sequence to which new tokens belong, and the position at which they begin."""
-        if label is not None:
-            if label not in self.by_label:
-                self.by_label[label], start = self._new(text, begin)
-                return self.by_label[label], start
-            number = self.by_label[label]
-            return number, self._start(number, text, begin)
-        candidates = [n for n in sorted(free) if n not in self.by_label.values()]
-        if len(text) > 1 and begin in (None, 0):
-            for n in candidates:
-                if text[:len(self.ids[n])] == self.ids[n][:len(text)]:
-                    return n, 0
-        if len(text) == 1 or begin:
-            exact = [n for n in candidates if len(self.ids[n]) == begin]
-            back = [n for n in candidates if self.trust_positions and begin and self._start(n, text, begin) == begin]
-            if exact or back or (candidates and (len(text) == 1 or len(candidates) == 1)):
-                number = (exact or back or candidates)[0]
-                return number, self._start(number, text, begin)
-        return self._new(text, begin)
+    def _unlabelled(self, call: CallRows, real: list[int], ids: list[int], said: list[int] | None
+                    ) -> dict[object, list[int]]:
+        """The same without numbers: a line of a batch is a text; in flat ids a text goes on while positions count up.
+        The texts are those of the call before, in its order, unless all of them begin."""
+        runs: list[list[int]] = []
+        for before, row in zip([-1, *real], real):
+            goes_on = before >= 0 and before // call.tokens == row // call.tokens and (
+                call.batch > 1 or said is None or said[row] == said[before] + 1)
+            runs[-1].append(row) if goes_on else runs.append([row])
+        lines = [run[0] // call.tokens if call.batch > 1 else n for n, run in enumerate(runs)]
+        known = [self.ids[n] if (n := self.by_label.get((self.batch, line))) is not None else [] for line in lines]
+        texts = [[ids[row] for row in run] for run in runs]
+        new = [len(text) > 1 and not (said and said[run[0]]) and (not old or text[:len(old)] != old[:len(text)])
+               for run, text, old in zip(runs, texts, known)]
+        if all(new) or not self.ids:
+            self.batch += 1
+        elif call.batch == 1 and len(runs) != sum(isinstance(label, tuple) and label[0] == self.batch
+                                                  for label in self.by_label):
+            raise PlacementError(f"call {call.index}: the tokens do not say to which text they belong; give "
+                                 "rec.inputs(ids, positions, sequences) the number of each token's text")
+        return {(self.batch, line): run for line, run in zip(lines, runs)}
 
-    def _start(self, number: int, text: list[int], begin: int | None) -> int:
-        """The position at which tokens of a known text begin: behind it; at 0 if the text comes once more; or, with
-        ``trust_positions``, at their own position, if the tokens that stood there can have been drafted. A token of the
-        text's first call was not drafted, and neither was the first token of any call."""
+    def _label(self, number: int) -> int:
+        """The engine's own number of a sequence, if it gave one."""
+        label = next(label for label, ours in self.by_label.items() if ours == number)
+        return number if isinstance(label, tuple) else label
+
+    def _is_tree(self, number: int, places: list[int] | None) -> bool:
+        """Whether a known text goes on with several rows at one position."""
+        return bool(places and self.ids[number] and places[0] >= len(self.ids[number]) and places.count(
+            places[0]) == 1 and len(set(places)) < len(places))
+
+    def _told(self, call: CallRows, number: int, text: list[int], whole: list[int]) -> int:
+        """The position at which new tokens of a text begin that ``rec.inputs`` told."""
+        known, start = self.ids[number], len(whole) - len(text)
+        if start < 0 or whole[start:] != text:
+            raise PlacementError(f"call {call.index}: texts= gives a text that does not end with the call's tokens "
+                                 f"{text[:8]} of that sequence; give all its tokens up to the last one of this call")
+        for at, (old, new) in enumerate(zip(known, whole[:start])):
+            if old not in (new, UNKNOWN):
+                call.cut[number] = at
+                del known[at:], self.begun[number][at:]
+                break
+        known[:start] = whole[:start]
+        self.begun[number] += [0] * (len(known) - len(self.begun[number]))
+        return start
+
+    def _start(self, number: int, text: list[int], begin: int | None, index: int) -> int:
+        """The position at which new tokens of a text begin: behind it, or where they are told to be, if the text is
+        computed once more there, or can have lost drafted tokens. A token of the text's first call was not drafted, and
+        neither was the first token of any call: then the position is wrong, and is judged."""
         known, begun = self.ids[number], self.begun[number]
-        if len(text) > 1 and begin in (None, 0) and text[:len(known)] == known[:len(text)]:
-            return 0
-        if begin is None or begin >= len(known):
+        if begin is None:
+            return 0 if len(text) > 1 and text[:len(known)] == known[:len(text)] else len(known)
+        if number in self.trees or not known and begin:
+            label = self._label(number)
+            self.untold.setdefault(number, f"call {index} goes on with sequence {label} at position {begin}, and not "
+                                   "all tokens before it were told: what attention reads there was not judged; give "
+                                   f"rec.inputs(ids, positions, sequences, texts={{{label}: all its ids so far}})")
+            return begin
+        if begin >= len(known):
             return len(known)
-        drafted = 0 < begun[begin] < begin or text == known[begin:begin + len(text)]
-        if not drafted and not begin == 0 < len(text) == len(known) == 1:  # padding, said to be a text of its own
-            return len(known)
-        self.doubts.append(f"call {self.index} begins at position {begin} of a text of {len(known)} tokens")
-        return begin if self.trust_positions else len(known)
+        again = known[begin:begin + len(text)] == text[:len(known) - begin] and (
+            len(text) > 1 or not begin or begin + 1 < len(known))
+        return begin if again or 0 < begun[begin] < begin else len(known)
 
-    def _new(self, text: list[int], begin: int | None) -> tuple[int, int]:
-        """A new sequence: its number, and the position of its first token."""
-        number, call = len(self.ids), f"call {self.index}: a"
-        self.ids.append([])
-        self.begun.append([])
-        if not begin:
-            return number, 0
-        if not self.trust_positions:
-            if len(text) == 1:
-                raise PlacementError(f"{call} single token at position {begin} continues a text that was not "
-                                     "recorded; begin with the call of the prompt (calls= keeps its ids)")
-            self.doubts.append(f"{call} text begins at position {begin}")
-            self.notes.append(f"{call} text begins at position {begin}, and the tokens before it were not recorded; it "
-                              "is judged as a text that begins here")
-            return number, 0
-        before = {tuple(other[:begin]) for n, other in enumerate(self.ids) if len(other) >= begin
-                  and n not in self.unseen_start and not self.unknown_start}
-        self.doubts.append(f"{call} text continues at position {begin}")
-        if len(before) != 1:
-            self.unseen_start[number] = begin
-            self.unjudged.append(f"{call} text continues at position {begin}, and the tokens before it were not "
-                                 "recorded: its rows were not judged; record the call that computed those tokens, too")
-        self.ids[number] = list(before.pop()) if len(before) == 1 else [0] * begin
-        self.begun[number] = [0] * begin
-        return number, begin
-
-
-def _spread(positions: torch.Tensor | None, batch: int, tokens: int) -> list[int] | None:
-    """Positions of any usual shape, one for each row; None if they fit no shape."""
-    if positions is None or positions.numel() not in (tokens, batch * tokens):
-        return None
-    return positions.reshape(-1).tolist() * (batch * tokens // max(1, positions.numel()))
-
-
-def _counts_up(entry, ids: torch.Tensor) -> bool:
-    """Whether an input without a telling name holds positions: each is 0 or one more than the one before."""
-    if not entry.path.isdecimal() or math.prod(entry.shape) != ids.numel() or ids.numel() < 2:
-        return False
-    found = entry.tensor().reshape(-1).tolist()
-    return not found[0] and all(b in (0, a + 1) for a, b in zip(found, found[1:]))
+    def _write(self, call: CallRows, number: int, start: int, text: list[int]) -> None:
+        known, begun, end = self.ids[number], self.begun[number], start + len(text)
+        for grown, fill in (known, UNKNOWN), (begun, 0):
+            grown += [fill] * (start - len(grown))
+        if any(old not in (new, UNKNOWN) for old, new in zip(known[start:end], text)):  # drafts that were rejected
+            del known[start:], begun[start:]
+            call.cut[number] = min(start, call.cut.get(number, start))
+        known[start:end], begun[start:end] = text, [start] * len(text)
 
 
 def call_inputs(call) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
@@ -258,7 +247,7 @@ def call_inputs(call) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.T
             mask = entry.tensor() if mask is None and len(entry.shape) == 2 else mask
         elif entry.dtype != torch.bool and ids is None and name in _ID_NAMES:
             ids = entry.tensor()
-        elif entry.dtype != torch.bool and positions is None and ids is not None and (
-                "pos" in name or _counts_up(entry, ids)):
+        elif entry.dtype != torch.bool and positions is None and ids is not None and "pos" in name and (
+                entry.shape[-1] == ids.shape[-1]):
             positions = entry.tensor()
     return ids, positions, mask

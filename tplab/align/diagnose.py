@@ -1,0 +1,108 @@
+"""``diagnose``: which bug explains the first divergence?
+
+The museum and its probes are the table. Every bug that can show is put into the lab's own engine, which replays the
+guilty layer on what the run itself had before it: a bug is named where the engine with it makes what the run made.
+Nothing else is consulted: not the patches, not the engine's code. Where two bugs leave the same numbers, the diagnosis
+names both.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import torch
+
+from tplab.align import errors, facts
+from tplab.align.diagnosis import Diagnosis, sentence_of
+from tplab.align.fit import GuiltyPoint
+from tplab.align.report import AlignReport
+from tplab.errors import TplabError
+
+MISPLACED = ("row_order",)  # with these, rows of a rank are not those that they are taken for
+
+
+@torch.inference_mode()
+def diagnose(found: AlignReport | TplabError) -> Diagnosis:
+    """Name the bug behind a report's first divergence, or behind the error in which a run ended.
+
+    ``found``: what ``align``, ``align_decode`` or ``check`` returned, or the error that they (or an engine, or an
+    ``LLM``) raised. The :class:`Diagnosis` is ``ok`` for a healthy report; its ``fault`` is None where nothing fits.
+    """
+    if isinstance(found, TplabError):
+        return next(_told(errors.ERRORS, *_error_chain(found)), Diagnosis(
+            None, f"Unknown cause. The run ended with: {str(found).splitlines()[0]}", "error"))
+    if found.diagnoses:
+        return found.diagnoses[0]
+    return next(_told(facts.COSTS, found), Diagnosis(
+        None, "Nothing is wrong: every trace point is inside the rounding floor.") if found.ok else _rounding(found))
+
+
+@torch.inference_mode()
+def diagnose_all(report: AlignReport) -> list[Diagnosis]:
+    """One diagnosis for each bug in an engine, in the order in which they show; empty if nothing is wrong."""
+    said = [Diagnosis(what.fault, f"{what[:1].upper()}{what[1:]}.", "layout") for what in (
+        report.recording.contradictions if report.recording else ())]
+    if not report.guilty:
+        return said or list(_told(facts.COSTS, report))[:1] or ([] if report.ok else [_rounding(report)])
+    explained: list = []
+    found = {}
+    for name in report.guilty:
+        found[name] = _by_facts(report, name) or GuiltyPoint(report, name).diagnoses(explained)
+        if found[name][0].fault in MISPLACED:
+            return [replace(found[name][0], points=tuple(report.guilty))]
+    for name, each in found.items():
+        if explained and all(one.fault is None for one in each):  # what was found later may explain it, too
+            each = found[name] = GuiltyPoint(report, name).diagnoses(explained, known_only=True)
+        if all(one.fault is None for one in each) and report.local[name].perhaps_from:
+            continue  # it may have its error from where nothing was recorded
+        for one in each:
+            _add(said, one, name)
+    return said
+
+
+def _by_facts(report: AlignReport, name: str) -> list[Diagnosis]:
+    """What the steps and block tables of the lab's own engine tell about a guilty point."""
+    told: Iterable = ()
+    if report.decode is not None and name == "embed":
+        told = _told((facts.rows_in_other_orders, facts.rejected_draft_kept), facts.Embedded(report))
+    elif report.decode is not None and name.endswith(".attn"):
+        told = filter(None, [facts.strange_blocks(report, name)])
+    return list(told)[:1]
+
+
+def _add(found: list[Diagnosis], one: Diagnosis, name: str) -> None:
+    """A diagnosis of the point ``name`` beside those found before: with the same bug's, if it is among them."""
+    for i, known in enumerate(found):
+        both = tuple(fault for fault in known.names if fault in one.names)
+        alike = both or known.names == one.names and _short(known.point) == _short(name)
+        if alike and (known.scope == one.scope or not both or "" in (known.scope, one.scope)):
+            better = known if known.fault in both or not both else one
+            found[i] = replace(better, lookalikes=tuple(f for f in both if f != better.fault),
+                               points=(*known.points, name), scope=known.scope or one.scope)
+            return
+    found.append(replace(one, points=(name,)))
+
+
+def _short(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _told(procedures: Iterable, *about) -> Iterator[Diagnosis]:
+    return filter(None, (asked(one) for asked in procedures for one in about))
+
+
+def _error_chain(error: TplabError) -> list[TplabError]:
+    """The error and those of the lab that led to it: its cause, or what the first rank raised."""
+    found = []
+    while isinstance(error, TplabError) and error not in found:
+        found.append(error)
+        first = getattr(error, "first", None)
+        error = first.exception if first is not None and first.exception is not None else error.__cause__
+    return found
+
+
+def _rounding(report: AlignReport) -> Diagnosis:
+    point, worst = report.first_divergence, max(diff.relative for diff in report.local.values())
+    evidence = (f"the difference is {point.relative:.0e} of the scale, and no module is off by more than {worst:.0e} "
+                "of what its own inputs give")
+    return Diagnosis(None, sentence_of("most likely rounding", evidence, point.name), point.name,
+                     {"relative": point.relative})

@@ -1,0 +1,234 @@
+"""What only the lab's own engine tells: its steps, its block tables, what it cost."""
+
+import itertools
+
+import torch
+
+from tplab.align.diagnosis import Diagnosis
+from tplab.align.reference import hf_model
+from tplab.align.report import AlignReport, DecodeFacts
+from tplab.checks import counted
+from tplab.faults import MUSEUM
+
+# Bugs of which only the steps tell, and which the museum does not have.
+TITLES = {
+    "preempted_not_recomputed": "a sequence that was preempted is not computed again",
+    "cached_before_computed": "a block can be found before its keys are computed",
+    "prefix_never_found": "equal beginnings are not found in the prefix cache",
+    "softmax_before_gather": "each rank normalises the probabilities of its own part of the vocabulary"}
+
+
+def fact(fault: str, point: str, words: str, **numbers: float) -> Diagnosis:
+    """A diagnosis in the pattern of all sentences: the bug's title, then where it was seen."""
+    title = MUSEUM[fault].title if fault in MUSEUM else TITLES[fault]
+    return Diagnosis(fault, f"{title[:1].upper()}{title[1:]}. {words}", point, numbers)
+
+
+class Embedded:
+    """The embedding's output, and what it should be made of."""
+
+    def __init__(self, report: AlignReport):
+        self.report, self.plan, self.places = report, report.plan, report.recording.places
+        self.weight = hf_model(report.checkpoint, report.dtype).get_input_embeddings().weight.detach()
+        self.ours = report.recording.points["embed"][0].tensor
+
+    def token_ids(self, places) -> torch.Tensor:
+        return torch.tensor([self.report.recording.ids[number][position] for number, position in places])
+
+    def fits(self, tensor: torch.Tensor, guess: torch.Tensor) -> bool:
+        return tensor.shape == guess.shape and torch.allclose(tensor, guess, rtol=1e-4, atol=1e-6)
+
+
+def rows_in_other_orders(case: "Embedded") -> Diagnosis | None:
+    """Do other ranks hold the sequences of a step in another order than rank 0?"""
+    weight, ours = case.weight, case.ours
+    row_of = {place: row for row, place in enumerate(case.places)}
+    for step in case.report.decode.steps if case.report.decode else ():
+        sequences = [[(s.request_id, s.segment.start + i) for i in range(s.segment.count)] for s in step.requests]
+        here = ours[[row_of[place] for places in sequences for place in places]]
+        here_ids = case.token_ids(sum(sequences, []))
+        if case.fits(here, weight[here_ids]):
+            continue
+        for order in itertools.islice(itertools.permutations(sequences), 1, 120):
+            order_ids = case.token_ids(sum(order, []))
+            for ranks in (case.plan.ranks[1:], case.plan.ranks[1::2]):
+                guess = torch.zeros_like(here)
+                for shard in case.plan.ranks:
+                    ids = order_ids if shard in ranks else here_ids
+                    guess += weight[ids] * ((ids >= shard.vocab.start) & (ids < shard.vocab.stop))[:, None]
+                if case.fits(here, guess):
+                    names = [[places[0][0] for places in some] for some in (sequences, order)]
+                    return fact("row_order", "embed", f"In step {step.step_number}, rank 0 holds them in the order "
+                                f"{names[0]}, rank {ranks[0].rank} in the order {names[1]}: the all-reduce adds up "
+                                "embeddings of unlike tokens.", step=step.step_number)
+        return None
+
+
+def rejected_draft_kept(case: "Embedded") -> Diagnosis | None:
+    """Does a text hold a guess where the model chose another token?"""
+    weight, ours = case.weight, case.ours
+    row_of = {place: row for row, place in enumerate(case.places)}
+    for step, number, position, token in _drafted(case.report.decode):
+        row, true = row_of.get((number, position)), case.report.ids[number][position]
+        if row is not None and token != true and case.fits(ours[row:row + 1], weight[[token]]):
+            return fact("rejected_draft_kept", "embed", f"In step {step}, token {token} was drafted for position "
+                        f"{position} of sequence {number}, where the model chose {true}, and it stayed.", step=step,
+                        sequence=number, position=position)
+    return None
+
+
+def _drafted(facts: DecodeFacts | None):
+    """Every drafted token: the step, the sequence, the position for which it was drafted, and what it was."""
+    for step in facts.steps if facts else ():
+        for request in step.requests:
+            end = request.segment.start + request.segment.count
+            for position, token in enumerate(request.draft, end - request.num_draft_tokens):
+                yield step.step_number, request.request_id, position, token
+
+
+def stale_block_table(report: AlignReport) -> str:
+    """Where the ranks first worked with another block table than the scheduler's; empty if they never did."""
+    for step, tables in zip(report.decode.steps, report.decode.tables) if report.decode else ():
+        for number, segment, *_ in step.requests:
+            at_ranks, true = list(segment.block_ids), list(tables[number])
+            if at_ranks[:len(true)] != true:
+                return (f"In step {step.step_number}, the ranks were told that sequence {number} has the blocks "
+                        f"{at_ranks}; the scheduler had given it {true}.")
+    return ""
+
+
+# What a sequence finds in a slot that holds no key of its own.
+STRANGE_READS = {
+    "preempted_not_recomputed": "reads its token {position} from a block that it has just been given",
+    "prefix_hash_without_parent": "finds a block whose token {position} stands behind sequence {owner}'s beginning",
+    "rejected_draft_findable": "finds a block by tokens drafted for sequence {owner}; now it holds token {token} at "
+    "position {position}",
+    "cached_before_computed": "finds a block in which the key of token {position} was never computed"}
+
+
+def _strange_read(report: AlignReport) -> tuple[int, int, int, tuple[int, int], bool] | None:
+    """The first such slot of all steps, if blocks are read and written as the tables say: in which step which position
+    of which sequence is read; the (sequence, position) that was written there last, or (sequence, -1); and whether the
+    sequence had computed this key before, in another slot."""
+    texts, size = report.ids, report.decode.block_size
+    written: dict[int, tuple[int, int]] = {}
+    computed: dict[tuple[int, int], int] = {}
+
+    def slots(segment, begin: int, end: int):
+        return ((position, segment.block_ids[position // size] * size + position % size)
+                for position in range(begin, end))
+    for step in report.decode.steps:
+        for number, segment, *_ in step.requests:
+            for position, slot in slots(segment, segment.start, segment.start + segment.count):
+                written[slot], computed[number, position] = (number, position), slot
+        for number, segment, *_ in step.requests:
+            for position, slot in slots(segment, 0, segment.start):
+                owner, at = written.get(slot, (number, -1))
+                if at != position or texts[owner][:at + 1] != texts[number][:at + 1]:
+                    return (step.step_number, number, position, (owner, at),
+                            computed.get((number, position), slot) != slot)
+    return None
+
+
+def strange_blocks(report: AlignReport, name: str) -> Diagnosis | None:
+    """Did the ranks work with the tables that the scheduler had? If so, does a sequence read a slot that holds no key
+    of its own?"""
+    if says := stale_block_table(report):
+        return fact("stale_block_table", name, says)
+    facts, texts = report.decode, report.ids
+    if facts is None or (read := _strange_read(report)) is None:
+        return None
+    step, number, position, (owner, at), known = read
+    token = texts[number][position]
+    if known and not facts.preemptions:
+        return None
+    fault = ("preempted_not_recomputed" if known else
+            "prefix_hash_without_parent" if at >= 0 and texts[owner][at] == token else
+            "rejected_draft_findable" if (owner, position, token) in {found[1:] for found in _drafted(facts)} else
+            "cached_before_computed")
+    says = STRANGE_READS[fault].format(position=position, owner=owner, token=texts[owner][at])
+    return fact(fault, name, f"In step {step}, sequence {number} {says}.", step=step, sequence=number,
+                position=position)
+
+
+def read_too_much(report: AlignReport) -> Diagnosis | None:
+    stored = next(iter(report.checkpoint.tensors.values())).dtype.itemsize
+    times = max((stats.bytes_read / (stats.parameter_bytes // report.dtype.itemsize * stored)
+                 for stats in report.load_stats), default=0)
+    if times >= 1.2:
+        return fact("full_copy_on_every_rank", "load", f"The numbers are right, but a rank read {times:.1f} times the "
+                    "bytes that it keeps.", times=times)
+
+
+def ranks_drew_differently(report: AlignReport) -> Diagnosis | None:
+    for rank, drawn in enumerate(report.decode.drawn[1:] if report.decode else (), 1):
+        for place, token in report.decode.drawn[0].items():
+            if drawn.get(place) != token:
+                return fact("rank_local_sampling", "drawn", f"From the same right logits, rank 0 drew token {token} "
+                            f"and rank {rank} token {drawn.get(place)}.", rank=rank, prompt=place[0], position=place[1])
+
+
+def drawn_by_parts_of_the_vocabulary(report: AlignReport) -> Diagnosis | None:
+    """Is a drawn token the best one of the ranks' probabilities, each normalized over its own words, and not of the
+    logits?"""
+    logits, places = report.evidence.get("logits"), sorted(report.decode.drawn[0]) if report.decode else []
+    if logits is None or len(places) != len(logits.ours):
+        return None
+    drawn = torch.tensor([report.decode.drawn[0][place] for place in places])
+    parts = [shard.float().log_softmax(-1) for shard in logits.shards]
+    ours, apart = logits.ours.float(), torch.cat(parts, -1)
+    behind = ours.max(-1).values - ours.gather(-1, drawn[:, None])[:, 0]
+    wrong = (behind > 1e-2 * ours.abs().max()).nonzero().flatten().tolist()
+    if not wrong or (apart.max(-1).values - apart.gather(-1, drawn[:, None])[:, 0]).max() > 1e-2:
+        return None
+    number, position = places[wrong[0]]
+    return fact("softmax_before_gather", "drawn", f"All logits are right, and {len(wrong)} of {len(drawn)} drawn "
+                f"tokens are not the most probable ones: behind token {position} of prompt {number}, the drawn one's "
+                f"logit is {behind[wrong[0]]:.1f} below the largest.", prompt=number, position=position)
+
+
+def prefix_never_found(report: AlignReport) -> Diagnosis | None:
+    """Does a text begin at its first token, although another one with the same first block was computed before?"""
+    facts = report.decode
+    if facts is None or not facts.prefix_caching:
+        return None
+    size, full, seen = facts.block_size, {}, set()  # full: {block: the text whose first block it holds}
+    for step in facts.steps:
+        for number, segment, *_ in step.requests:
+            begin = report.ids[number][:size]
+            before = [other for other in full.values() if report.ids[other][:size] == begin]
+            if number not in seen and not segment.start and before and segment.prompt_length > size:
+                return fact("prefix_never_found", "steps", f"The numbers are right, but prompt {number} is computed "
+                            f"from its first token on, although it begins as prompt {before[0]} does, whose blocks are "
+                            "full and went to no other sequence.", prompt=number, before=before[0])
+        for number, segment, *_ in step.requests:
+            seen.add(number)
+            full = {block: other for block, other in full.items() if block not in segment.block_ids}
+            if segment.start + segment.count >= size:
+                full[segment.block_ids[0]] = number
+
+
+def tokens_computed_again(report: AlignReport) -> Diagnosis | None:
+    if report.decode is None or report.decode.preemptions or next(_drafted(report.decode), None):
+        return None
+    done = sum(sequence.segment.count for step in report.decode.steps for sequence in step.requests)
+    needed = sum(map(len, report.computed))
+    if done != needed:
+        return fact("cache_ignored", "steps", f"The numbers are right, but {done} tokens were computed where {needed} "
+                    "were needed.", computed=done, needed=needed)
+
+
+def stale_table_without_harm(report: AlignReport) -> Diagnosis | None:
+    says = stale_block_table(report)
+    return fact("stale_block_table", "blocks", f"{says} This time it did no harm.") if says else None
+
+
+def blocks_not_released(report: AlignReport) -> Diagnosis | None:
+    left, many = report.decode.blocks_left if report.decode else 0, len(report.ids)
+    if left:
+        return fact("block_leaked", "blocks", f"The numbers are right, but {counted(left, 'block')} of {many} finished "
+                    f"sequence{'s' * (many > 1)} never came back.", left=left)
+
+
+COSTS = (read_too_much, ranks_drew_differently, drawn_by_parts_of_the_vocabulary, prefix_never_found,
+         tokens_computed_again, stale_table_without_harm, blocks_not_released)

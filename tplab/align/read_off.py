@@ -1,0 +1,126 @@
+"""Bugs that are read off a point's own numbers: positions, digits, a row of the cache."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from tplab.align.floors import SHORT
+from tplab.align.guilty import by_row
+from tplab.align.points import inputs
+from tplab.model.rope import Rotary, rotate
+
+if TYPE_CHECKING:
+    from tplab.align.fit import GuiltyPoint
+
+MOST_ROWS = 20_000  # pairs of rows that are tried for a row of the cache
+
+
+@dataclass(frozen=True, eq=False)
+class ReadOff:
+    """A bug of which ``guess(point)`` says what each rank would hold, ``{rank: [rows, …]}``, or None."""
+
+    name: str
+    title: str
+    guess: Callable[["GuiltyPoint"], dict[int, torch.Tensor] | None]
+
+
+def few_digits(point: "GuiltyPoint") -> Iterator[ReadOff]:
+    """Was it rounded to fewer digits?"""
+    for dtype in (torch.bfloat16, torch.float16) if point.report.dtype not in SHORT else ():
+        bug = ReadOff("low_precision", f"the numbers are {str(dtype).removeprefix('torch.')}'s, and the run's dtype is "
+                      f"{str(point.report.dtype).removeprefix('torch.')}", _rounded(dtype))
+        if bug.guess(point) is not None:
+            yield bug
+
+
+def _rounded(dtype: torch.dtype) -> Callable:
+    def guess(point: "GuiltyPoint") -> dict[int, torch.Tensor] | None:
+        few = all(torch.equal(x.to(dtype).to(x.dtype), x) and
+                  (by_row(x, point.right[rank]) < 4 * torch.finfo(dtype).eps).all()
+                  for rank, x in point.held.items() if rank in point.ranks)
+        return point.held if few else None
+    return guess
+
+
+# Positions.
+
+def other_positions(point: "GuiltyPoint") -> Iterator[ReadOff]:
+    """Was each token turned as if it stood elsewhere?"""
+    used = _positions(point) if point.short in ("q_rope", "k_rope") else []
+    row = next((r for r, (u, (_, p)) in enumerate(zip(used, point.places)) if u != p), None)
+    if row is not None:
+        yield ReadOff("rope_positions", f"positions are not right: the token at {point.places[row][1]} is turned as if "
+                      f"it stood at {used[row]}", lambda other: _turned(other, used))
+
+
+def _tables(point: "GuiltyPoint", positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    config = point.judge.config
+    kind = config.rope_layer_types[point.layer:][:1]
+    return Rotary(config.hf)(torch.empty(0, dtype=point.judge.exact), positions, [len(positions)], *kind)
+
+
+def _positions(point: "GuiltyPoint") -> list[int]:
+    """As which position was each token turned? All are tried, from -1 on."""
+    candidates = torch.arange(-1, len(point.places) + 3)
+    cos, sin = _tables(point, candidates)
+    rank = point.ranks[0]
+    x = _before(point, rank)
+    turn = rotate(point.judge.config.model_type)
+    far = torch.stack([by_row(point.held[rank], turn(x, x[:, :0], cos[:, [i]], sin[:, [i]])[0][0].transpose(0, 1))
+                       for i in range(len(candidates))])
+    return candidates[far.argmin(0)].tolist()
+
+
+def _before(point: "GuiltyPoint", rank: int) -> torch.Tensor:
+    """What goes into the rotation, ``[1, heads, rows, head_dim]``."""
+    name = inputs(point.name, point.judge.config)[0]
+    return point.judge.into(name, rank).to(point.judge.exact).transpose(0, 1)[None]
+
+
+def _turned(point: "GuiltyPoint", used: list[int]) -> dict[int, torch.Tensor] | None:
+    if point.short not in ("q_rope", "k_rope"):
+        return None
+    cos, sin = _tables(point, torch.tensor(used))
+    turn, guess = rotate(point.judge.config.model_type), dict(point.right)
+    for rank in point.ranks:
+        x = _before(point, rank)
+        guess[rank] = turn(x, x[:, :0], cos, sin)[0][0].transpose(0, 1)
+    return guess
+
+
+# A row of the cache.
+
+def stale_row(point: "GuiltyPoint") -> Iterator[ReadOff]:
+    """Which other row's key and value stand in a row of the cache? Seen in the first wrong row of a later call: without
+    the one and with the other, the weighted mean of the values is what it holds."""
+    judge, rank = point.judge, point.ranks[0]
+    config, calls = judge.config, judge.calls
+    wrong = (point.wrong[rank] & point.finite[rank]).nonzero().flatten().tolist()
+    if point.short != "attn" or calls.plain or not wrong or point.judge.plan.ranks[rank].kv_heads == range(0):
+        return
+    layer, (s, position) = f"layers.{point.layer}.", point.places[wrong[0]]
+    q, k, v = (judge.into(layer + name, rank).double() for name in ("q_rope", "k_rope", "v"))
+    own = [slot for slot in calls.slots[s][:position + 1]]
+    if max(own) >= len(k) or len(own) * len(k) > MOST_ROWS:
+        return
+    reads = torch.tensor(judge.plan.ranks[rank].kv_for_q)
+    k, v = (torch.cat([x, torch.zeros_like(x[:1])])[:, reads] for x in (k, v))  # the last: a slot never written
+    e = torch.einsum("hd,rhd->rh", q[wrong[0]], k) * config.scaling
+    e = (e - e.max()).exp()[..., None]  # [rows + 1, heads, 1]
+    total, top = e[own].sum(0), (e[own] * v[own]).sum(0)
+    found = []
+    for p, slot in enumerate(own[:-1]):
+        guess = (top - e[slot] * v[slot] + e * v) / (total - e[slot] + e)
+        far = by_row(guess, point.held[rank][wrong[0]].double()[None].expand_as(guess))
+        found += [(far.min().item(), p, int(far.argmin()))]
+    gap, p, other = min(found, default=(float("inf"), 0, 0))
+    if gap > 3 * point.tolerance:
+        return
+    slot, what = calls.right.num_blocks - 1, "nothing"
+    if other < len(k) - 1:
+        slot, what = other, "the key and value of token {1} of sequence {0}".format(*point.places[other])
+    yield ReadOff("cache_row_stale", f"row {p} of sequence {s}'s cache holds {what}: it was not written, or it was "
+                  "written over", lambda here: None if here.short != "attn" else {
+                      rank: made[here.name] for rank, made in judge.misread(here.name, s, p, slot).items()})
