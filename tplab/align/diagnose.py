@@ -39,13 +39,14 @@ def diagnose(found: AlignReport | TplabError) -> Diagnosis:
 @torch.inference_mode()
 def diagnose_all(report: AlignReport) -> list[Diagnosis]:
     """One diagnosis for each bug in an engine, in the order in which they show; empty if nothing is wrong."""
-    said = [Diagnosis(what.fault, f"{what[:1].upper()}{what[1:]}.", "layout") for what in (
-        report.recording.contradictions if report.recording else ())]
+    contradictions = report.recording.contradictions if report.recording else ()
+    said = [Diagnosis(what.fault, f"{what[:1].upper()}{what[1:]}.", "layout") for what in contradictions]
+    by_layout = {short for what in contradictions for short in what.about}
     if not report.guilty:
         return said or list(_told(facts.COSTS, report))[:1] or ([] if report.ok else [_rounding(report)])
     explained: list = []
     found = {}
-    for name in report.guilty:
+    for name in (name for name in report.guilty if _short(name) not in by_layout):
         found[name] = _by_facts(report, name) or GuiltyPoint(report, name).diagnoses(explained)
         if found[name][0].fault in MISPLACED:
             return [replace(found[name][0], points=tuple(report.guilty))]

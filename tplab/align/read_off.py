@@ -1,4 +1,4 @@
-"""Bugs that are read off a point's own numbers: positions, digits, a row of the cache."""
+"""Bugs that are read off a point's own numbers: digits, positions, a head of other weights, a row of the cache."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ import torch
 from tplab.align.floors import SHORT
 from tplab.align.guilty import by_row
 from tplab.align.points import inputs
+from tplab.checks import spans
 from tplab.model.rope import Rotary, rotate
 
 if TYPE_CHECKING:
@@ -88,6 +89,50 @@ def _turned(point: "GuiltyPoint", used: list[int]) -> dict[int, torch.Tensor] | 
         x = _before(point, rank)
         guess[rank] = turn(x, x[:, :0], cos, sin)[0][0].transpose(0, 1)
     return guess
+
+
+# Heads.
+
+def other_heads(point: "GuiltyPoint") -> Iterator[ReadOff]:
+    """Does a rank hold other heads than its own?"""
+    if point.short not in ("q", "k", "v"):
+        return
+    whole = {}  # head → the right values, by the ranks that should hold it
+    for rank, right in point.right.items():
+        items = point.report.recording.points[point.name][rank].indices
+        whole |= {head: right[:, [at]] for at, head in enumerate(items)}
+    for rank in point.ranks:
+        items, held = point.report.recording.points[point.name][rank].indices, point.held[rank]
+        there = [next((head for head, right in whole.items() if (by_row(x, right) <= point.tolerance).all()), None)
+                 for x in held.split(1, 1)]
+        if None in there or there == list(items):
+            return
+        yield ReadOff("other_heads", f"rank {rank} holds {point.short} of heads {_spans(there)}, not {_spans(items)}",
+                      lambda other: other.held if other.short == point.short else None)
+
+
+def _spans(heads) -> str:
+    return ", ".join(spans(list(heads)))
+
+
+# The head of the model.
+
+def unrelated_head(point: "GuiltyPoint") -> Iterator[ReadOff]:
+    """Have the logits nothing to do with the right ones? Every row is wrong, on every rank; its values do not correlate
+    with the right ones, and are not these in another order."""
+    if point.short == "logits" and {*point.ranks} == {*point.held} and all(
+            _unrelated(x.double(), point.right[rank].double()) for rank, x in point.held.items()):
+        yield ReadOff("head_random", "the head's weights are not the checkpoint's: its logits have nothing to do with "
+                      "the right ones", lambda other: other.held if other.short == "logits" else None)
+
+
+def _unrelated(held: torch.Tensor, right: torch.Tensor) -> bool:
+    alike = by_row(held.sort(1)[0], right.sort(1)[0])
+    if not held.isfinite().all() or not right.isfinite().all() or alike.min() < 1e-3:
+        return False
+    both = torch.stack([x - x.mean(1, keepdim=True) for x in (held, right)])
+    return bool((torch.cosine_similarity(*both, dim=1).abs() < 0.5).all()) and abs(
+        torch.cosine_similarity(*both.flatten(1), dim=0)) < 0.3
 
 
 # A row of the cache.

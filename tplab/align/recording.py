@@ -16,7 +16,7 @@ class PlacementError(TplabError):
 
 class Contradiction(str):
     """A sentence about what is wrong with any values; with the bug's name, if it has one, and the points (short names)
-    at which a named bug explains it."""
+    that are wrong by it, too."""
 
     def __new__(cls, sentence: str, fault: str | None = None, about: tuple[str, ...] = ()) -> "Contradiction":
         made = super().__new__(cls, sentence)

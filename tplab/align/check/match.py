@@ -12,21 +12,21 @@ PADDING = -1
 
 
 class Group(NamedTuple):
-    """A dimension: the points along it, the plan's name for it, the points at which a bug can deal it out wrongly."""
+    """A dimension: the points along it, the plan's name for it, and the points that are wrong, too, where it is dealt
+    out wrongly."""
 
     words: str
     points: tuple[str, ...]
     plan: str
-    behind: tuple[str, ...]
+    behind: tuple[str, ...] = ()
 
 
 PARTS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
-_INSIDE = (*PARTS["gate_up"], "mlp_act")
-GROUPS = {"q": Group("query heads", ("q", "q_norm", "q_rope", "attn"), "q_heads", PARTS["qkv"]),
-          "k": Group("key heads", ("k", "k_norm", "k_rope"), "kv_heads", PARTS["qkv"]),
-          "v": Group("value heads", ("v",), "kv_heads", PARTS["qkv"]),
-          "mlp": Group("MLP columns", ("gate", "mlp_act", "up"), "mlp", _INSIDE),
-          "vocab": Group("vocabulary rows", ("logits",), "vocab", ("logits",))}
+GROUPS = {"q": Group("query heads", ("q", "q_norm", "q_rope", "attn"), "q_heads", ("o_partial", "o_proj")),
+          "k": Group("key heads", ("k", "k_norm", "k_rope"), "kv_heads", ("attn",)),
+          "v": Group("value heads", ("v",), "kv_heads", ("attn",)),
+          "mlp": Group("MLP columns", ("gate", "mlp_act", "up"), "mlp", ("mlp_partial", "mlp")),
+          "vocab": Group("vocabulary rows", ("logits",), "vocab")}
 GROUP_OF = {point: which for which, group in GROUPS.items() for point in group.points}
 
 

@@ -1,4 +1,4 @@
-"""What each rank holds, by the sizes of its tensors: its share by the plan, all of it, or an equal share with padding.
+"""What each rank holds, by the sizes of its tensors: its share by the plan, all of it, or one share behind the other.
 
 Nothing is inferred from values: an engine that deals heads out in another way is judged as if it followed the plan.
 """
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from tplab.align.check.match import GROUP_OF, GROUPS, PADDING, PARTS, Indices
+from tplab.align.check.match import GROUP_OF, GROUPS, PADDING, PARTS, Indices, span
 from tplab.align.check.names import FUSED
 from tplab.align.check.sources import FEW, SHAPE, Source, Sources
 from tplab.align.points import as_index, columns_of, layout
@@ -54,25 +54,50 @@ class Shares:
 
     def in_stage(self, rank: int) -> tuple[int, int]:
         """A rank's number within its pipeline stage, and the size of the stage."""
-        stage = next(stage for stage in self.sources.stages if rank in stage)
+        stage = self.stage(rank)
         return stage.index(rank), len(stage)
+
+    def stage(self, rank: int) -> list[int]:
+        """The ranks of a rank's pipeline stage."""
+        return next(stage for stage in self.sources.stages if rank in stage)
 
     def dim(self, point: str) -> int:
         """The columns of one item of a point: of a head, or 1."""
         return self.config.head_dim if GROUP_OF[point] in ("q", "k", "v") else 1
 
-    def share(self, which: str, rank: int, count: int) -> Indices | None:
-        """The items that a rank holds which has so many: by the plan, all of them, or an equal share with padding."""
-        total, at = self.totals[which], self.in_stage(rank)[0]
-        equal = range(at * count, min((at + 1) * count, total))
-        usual = [self.planned[which][rank], range(total), (*equal, *[PADDING] * (count - len(equal)))]
-        return next((tuple(share) for share in usual if len(share) == count), None)
+    def usual(self, which: str, counts: dict[int, int], queries: list[Indices | None] | None = None
+              ) -> Iterator[dict[int, Indices]]:
+        """The items of each rank, of which it has so many (``{rank: count}``), by each usual rule: by the plan; the KV
+        heads that its query heads read; all of them; one share behind the other, the last ones padded."""
+        total, group = self.totals[which], self.config.num_heads // self.config.num_kv_heads
+        yield {rank: tuple(self.planned[which][rank]) for rank in counts}
+        if queries is not None:
+            read = {rank: {head // group for head in queries[rank] or () if head != PADDING} for rank in counts}
+            yield {rank: tuple(sorted(heads)) for rank, heads in read.items()}
+        yield {rank: tuple(range(total)) for rank in counts}
+        behind = {}
+        for rank, count in counts.items():
+            stage = self.stage(rank)
+            first = sum(counts.get(other, count) for other in stage[:stage.index(rank)])
+            items = range(first, min(first + count, total))
+            if items or which not in "qkv":  # no rank is without a head
+                behind[rank] = (*items, *[PADDING] * (count - len(items)))
+        yield behind
+
+    def share(self, which: str, counts: dict[int, int], queries: list[Indices | None] | None = None
+              ) -> dict[int, Indices]:
+        """The items of each rank: by the first usual rule that fits all ranks, else rank by rank; a rank whose size
+        fits none is left out."""
+        fitting = [{rank: items for rank, items in found.items() if len(items) == counts[rank]}
+                   for found in self.usual(which, counts, queries)]
+        whole = next((found for found in fitting if len(found) == len(counts)), {})
+        return whole or {rank: items for found in reversed(fitting) for rank, items in found.items()}
 
     @cached_property
     def layouts(self) -> dict[str, list[Indices | None]]:
         """For each dimension the items that each rank holds, by the first point of it that was recorded; None where its
         size fits nothing."""
-        found = {}
+        found, told = {}, self.sources.contradictions
         for which, group in GROUPS.items():
             counts: dict[int, int] = {}
             for name in (name for name in self.sources.points() if name.rpartition(".")[2] in group.points):
@@ -81,15 +106,32 @@ class Shares:
                               if (x := read(rank, SHAPE)) is not None} | counts
                 if len(counts) == len(self.sources.ranks):
                     break
-            shares = [self.share(which, rank, counts[rank]) if rank in counts else self.planned[which][rank]
-                      for rank in range(self.sources.world_size)]
-            wrong = [f"rank {rank} has {count}" for rank, count in counts.items() if shares[rank] is None]
+            shares = self.share(which, dict(sorted(counts.items())), found["q"] if which in "kv" else None)
+            found[which] = [shares.get(rank) if rank in counts else self.planned[which][rank]
+                            for rank in range(self.sources.world_size)]
+            wrong = [f"rank {rank} has {count}" for rank, count in counts.items() if rank not in shares]
             if wrong:
-                self.sources.contradictions.append(Contradiction(
+                told.append(Contradiction(
                     f"{group.words}: {', '.join(wrong)}; {self.totals[which]} are dealt out as "
-                    f"{', '.join(str(len(share)) for share in self.planned[which])}", about=group.behind))
-            found[which] = shares
+                    f"{', '.join(str(len(share)) for share in self.planned[which])}"))
+            elif counts and which != "vocab" and (flaw := self._flaw(which, shares, found["q"])):
+                said = "; ".join(f"rank {rank}: {span(items)}" for rank, items in sorted(shares.items()))
+                told.append(Contradiction(f"{group.words} are dealt out wrongly ({said}): {flaw}", about=group.behind))
         return found
+
+    def _flaw(self, which: str, shares: dict[int, Indices], queries: list[Indices | None]) -> str:
+        """Query heads or MLP columns that are on no rank, or KV heads that a rank does not hold and its query heads
+        read; ``""`` if there are none."""
+        group = self.config.num_heads // self.config.num_kv_heads
+        for stage in self.sources.stages:
+            held = {item for rank in stage for item in shares.get(rank, range(self.totals[which]))}
+            if which in ("q", "mlp") and (lost := sorted({*range(self.totals[which])} - held)):
+                return f"{span(lost)} on no rank"
+            for rank in stage if which in "kv" else ():
+                read = sorted({head // group for head in queries[rank] or () if head != PADDING})
+                if rank in shares and not {*read} <= {*shares[rank]}:
+                    return f"rank {rank} holds {span(shares[rank])}, but its query heads read {span(read)}"
+        return ""
 
     # What can be taken for a point.
 
@@ -125,12 +167,14 @@ class Shares:
         return found
 
     def by_size(self, fused: str, width: int, rank: int) -> dict[str, range | list[int]] | None:
-        """The columns of each part: ``[q|k|v]`` by the plan's rule or of all heads, gate and up in equal halves."""
+        """The columns of each part: ``[q|k|v]`` by the plan's rule, of all heads or of an equal share; gate and up in
+        equal halves."""
         if fused == "gate_up":
             return {"gate": range(width // 2), "up": range(width // 2, width)} if width % 2 == 0 else None
         dim = self.config.head_dim
-        here = [len(self.planned[group][rank]) for group in "qk"]
-        for q, kv in (here, (self.totals["q"], self.totals["k"])):
+        here, size = [len(self.planned[group][rank]) for group in "qk"], self.in_stage(rank)[1]
+        equal = self.totals["q"] // size, max(1, self.totals["k"] // size)  # the remainder on no rank
+        for q, kv in (here, (self.totals["q"], self.totals["k"]), equal):
             if (q + 2 * kv) * dim == width:
                 heads, size = range(q + 2 * kv), q // kv + 2
                 if "groups" in self.told and q % kv == 0:

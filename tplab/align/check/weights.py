@@ -50,7 +50,8 @@ def _pieces(shares: Shares, stored, name: str, entry, rank: int) -> dict[str, Pa
     if role in POINTS and POINTS[role].op == "norm" and kind == "weight":
         return {target(role): Parameter(tensor)}
     if role in _OUTER and kind == "weight":
-        own = shares.share("vocab", rank, len(tensor)) or shares.planned["vocab"][rank]
+        own = shares.share("vocab", dict.fromkeys(shares.stage(rank), len(tensor))).get(
+            rank, shares.planned["vocab"][rank])
         return {_OUTER[role]: _share(tensor, 0, own, 1)}
     if role in ROWS:
         partial, source, group = ROWS[role]
