@@ -29,6 +29,7 @@ class Fit:
     bug: Bug
     gap: float  # what it leaves of the difference, relative to a row's largest value
     spared: int  # rows in which it would show, and the run is right
+    elsewhere: bool  # whether it would also show on ranks that are right
     scope: str  # where it stands, in words
     alike: bool  # whether the all-reduces are the run's, too
 
@@ -84,6 +85,7 @@ class GuiltyPoint:
             fits += [fit for bug in bugs if (fit := self._fit(bug, wrong))]
             fits = [fit for fit in fits if fit.alike] or fits
             fits = [fit for fit in fits if not fit.spared] or fits
+            fits = [fit for fit in fits if not fit.elsewhere] or fits
             if any(not fit.spared or fit.bug in explained for fit in fits):  # it stands wherever it would show
                 break
         if not fits:
@@ -144,7 +146,8 @@ class GuiltyPoint:
         scope = self._scope(shows, wrong) if spared else ""
         if not finite and spared and scope != IN_PROMPTS:
             return None  # NaN and infinity fit too much
-        return Fit(bug, gap, spared, scope, self._reduces_alike(bug))
+        elsewhere = any(bool(shows[rank].any()) for rank in shows if rank not in self.ranks)
+        return Fit(bug, gap, spared, elsewhere, scope, self._reduces_alike(bug))
 
     def _guess(self, bug: Bug) -> dict[int, torch.Tensor] | None:
         """What each rank would hold with this bug; None if it ends in an error or never gets here."""

@@ -26,7 +26,9 @@ def parameters_of(recorded, shares: Shares, ckpt: Checkpoint) -> tuple[list[dict
     for rank, known in enumerate(recorded.ranks):
         pieces: dict[str, Parameter] = {}
         for name, entry in (known.parameters if known else {}).items():
-            own = _pieces(shares, stored, name, entry, rank)
+            counts = {other: there.parameters[name].shape[0] for other, there in enumerate(recorded.ranks)
+                      if there and name in there.parameters}
+            own = _pieces(shares, stored, name, entry, rank, counts)
             pieces |= own
             if not own and entry.dtype.is_floating_point and name.endswith((".weight", ".bias")):
                 unknown[name] = None
@@ -34,8 +36,9 @@ def parameters_of(recorded, shares: Shares, ckpt: Checkpoint) -> tuple[list[dict
     return found, list(unknown)
 
 
-def _pieces(shares: Shares, stored, name: str, entry, rank: int) -> dict[str, Parameter]:
-    """By the checkpoint's names, everything that is stacked in one recorded weight or bias."""
+def _pieces(shares: Shares, stored, name: str, entry, rank: int, counts: dict[int, int]) -> dict[str, Parameter]:
+    """By the checkpoint's names, everything that is stacked in one recorded weight or bias; ``counts``: its rows on
+    each rank."""
     module, _, kind = name.rpartition(".")
     layer, rest = split_name(module)
     role, config = role_in(shares.sources.config, layer, rest), shares.config
@@ -50,8 +53,7 @@ def _pieces(shares: Shares, stored, name: str, entry, rank: int) -> dict[str, Pa
     if role in POINTS and POINTS[role].op == "norm" and kind == "weight":
         return {target(role): Parameter(tensor)}
     if role in _OUTER and kind == "weight":
-        own = shares.share("vocab", dict.fromkeys(shares.stage(rank), len(tensor))).get(
-            rank, shares.planned["vocab"][rank])
+        own = shares.share("vocab", counts).get(rank, shares.planned["vocab"][rank])
         return {_OUTER[role]: _share(tensor, 0, own, 1)}
     if role in ROWS:
         partial, source, group = ROWS[role]
