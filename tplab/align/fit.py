@@ -147,6 +147,8 @@ class GuiltyPoint:
         if not finite and spared and scope != IN_PROMPTS:
             return None  # NaN and infinity fit too much
         elsewhere = any(bool(shows[rank].any()) for rank in shows if rank not in self.ranks)
+        if elsewhere and self._adds_less(bug):
+            return None  # a rank has the sum, so all ranks took part in it
         return Fit(bug, gap, spared, elsewhere, scope, self._reduces_alike(bug))
 
     def _guess(self, bug: Bug) -> dict[int, torch.Tensor] | None:
@@ -171,6 +173,14 @@ class GuiltyPoint:
         there = made[min(made)][REDUCES]
         done = [record.started for record in logs[0] if record.op == "all_reduce"]
         return any(done) == bool(there.any()) and len(done) == 1 + self.judge.config.num_layers * len(there)
+
+    def _adds_less(self, bug: Bug) -> bool:
+        """Whether the engine with this bug has fewer all-reduces in the layer than the right one."""
+        if self.layer is None or isinstance(bug, ReadOff) or self.short not in ("o_proj", "mlp"):
+            return False
+        name = f"layers.{self.layer}.output"
+        made, right = self.judge.broken(name, bug.patches), self.judge.made(name)
+        return len(made[min(made)][REDUCES]) < len(right[min(right)][REDUCES])
 
     def _scope(self, shows: Rows, wrong: Rows) -> str:
         """The kind of rows in which a bug stands."""
