@@ -17,6 +17,7 @@ from tplab.align.fit import GuiltyPoint
 from tplab.align.report import AlignReport
 from tplab.errors import TplabError
 
+SUMS = {"o_partial", "o_proj", "mlp_partial", "mlp"}  # over the ranks: one that lacks a share fits several bugs
 MISPLACED = ("row_order",)  # with these, rows of a rank are not those that they are taken for
 
 
@@ -41,20 +42,20 @@ def diagnose_all(report: AlignReport) -> list[Diagnosis]:
     """One diagnosis for each bug in an engine, in the order in which they show; empty if nothing is wrong."""
     contradictions = report.recording.contradictions if report.recording else ()
     said = [Diagnosis(what.fault, f"{what[:1].upper()}{what[1:]}.", "layout") for what in contradictions]
-    by_layout = {short for what in contradictions for short in what.about}
+    by_layout = {short for what in contradictions for short in what.about}  # wrong, because a share is
     if not report.guilty:
         return said or list(_told(facts.COSTS, report))[:1] or ([] if report.ok else [_rounding(report)])
     explained: list = []
     found = {}
-    for name in (name for name in report.guilty if _short(name) not in by_layout):
+    for name in (name for name in report.guilty if _short(name) not in by_layout & SUMS):
         found[name] = _by_facts(report, name) or GuiltyPoint(report, name).diagnoses(explained)
         if found[name][0].fault in MISPLACED:
             return [replace(found[name][0], points=tuple(report.guilty))]
     for name, each in found.items():
         if explained and all(one.fault is None for one in each):  # what was found later may explain it, too
             each = found[name] = GuiltyPoint(report, name).diagnoses(explained, known_only=True)
-        if all(one.fault is None for one in each) and report.local[name].perhaps_from:
-            continue  # it may have its error from where nothing was recorded
+        if all(one.fault is None for one in each) and (report.local[name].perhaps_from or _short(name) in by_layout):
+            continue  # it may have its error from where nothing was recorded, or from a wrong share
         for one in each:
             _add(said, one, name)
     return said

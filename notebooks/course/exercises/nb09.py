@@ -109,7 +109,8 @@ def in_patient_zero(cure: Callable, place: str, setting, answer) -> None:
                          f"{sum(enough):,} are enough: is the cache used?")
         return
     if wrong := _said(ours).keys() - _said(right).keys():
-        raise NotYet(f"in the engine, {next(said for key, said in _said(ours).items() if key in wrong)}")
+        sentence = next(said for key, said in _said(ours).items() if key in wrong)
+        raise NotYet(f"in the engine: {sentence}")
 
 
 def _said(report) -> dict:

@@ -22,7 +22,7 @@ class Group(NamedTuple):
 
 
 PARTS = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
-GROUPS = {"q": Group("query heads", ("q", "q_norm", "q_rope", "attn"), "q_heads", ("o_partial", "o_proj")),
+GROUPS = {"q": Group("query heads", ("q", "q_norm", "q_rope", "attn"), "q_heads", ("attn", "o_partial", "o_proj")),
           "k": Group("key heads", ("k", "k_norm", "k_rope"), "kv_heads", ("attn",)),
           "v": Group("value heads", ("v",), "kv_heads", ("attn",)),
           "mlp": Group("MLP columns", ("gate", "mlp_act", "up"), "mlp", ("mlp_partial", "mlp")),
