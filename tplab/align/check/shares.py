@@ -128,6 +128,8 @@ class Shares:
             if which in ("q", "mlp") and (lost := sorted({*range(self.totals[which])} - held)):
                 return f"{span(lost)} on no rank"
             for rank in stage if which in "kv" else ():
+                if len(queries[rank] or ()) == self.totals["q"]:
+                    continue  # gathered, for a norm over all heads
                 read = sorted({head // group for head in queries[rank] or () if head != PADDING})
                 if rank in shares and not {*read} <= {*shares[rank]}:
                     return f"rank {rank} holds {span(shares[rank])}, but its query heads read {span(read)}"
