@@ -153,7 +153,6 @@ def test_layers_calls_and_bytes_are_bounded_and_what_was_left_out_is_said(tmp_pa
     assert calls[0].left_out == ("layers=[1]: 4 tensors, the first of them layers.0",)
     rank = read_recorded(tmp_path / "layers").ranks[0]
     assert "layers.0.weight" not in rank.parameters and "layers.1.weight" in rank.parameters
-    assert rank.left_out == ("layers=[1]: 2 tensors, the first of them layers.0.weight",)
 
     for limit, kept in ((2, [0, 1]), ([3, 1], [1, 3]), ([], [])):
         calls = recorded(tmp_path / f"calls{limit}", run, calls=limit)

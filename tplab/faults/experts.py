@@ -29,7 +29,8 @@ def all_reduce_twice(t, async_op=False):
 
 
 def shared_expert_not_reduced(self, x):
-    out = all_reduce(self.experts(x, *self.route(self.gate(x))))
+    logits = point(f"layers.{self.layer}.router_logits", self.gate(x))
+    out = all_reduce(self.experts(x, *self.route(logits)))
     out = out + torch.sigmoid(self.shared_expert_gate(x)) * self.shared_expert.partial(x)    # a rank's own part of it
     return point(f"layers.{self.layer}.mlp", out)
 

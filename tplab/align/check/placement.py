@@ -1,5 +1,6 @@
 """``find_points``: a recorded engine's tensors as the lab's trace points."""
 
+import re
 from collections import Counter, UserDict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ from tplab.align.check.names import TABLES, pattern_of, role_in, role_of, split_
 from tplab.align.check.notes import listed
 from tplab.align.check.outputs import check_joined, check_padding, find_lost_layers, idle_adapters
 from tplab.align.check.shares import SUMS, Shares
-from tplab.align.check.sources import SHAPE, WHOLE, Source, Sources
+from tplab.align.check.sources import FEW, SHAPE, WHOLE, Source, Sources
 from tplab.align.check.weights import parameters_of
 from tplab.align.points import layout, point_names
 from tplab.align.recording import Recording, Shard
@@ -93,6 +94,8 @@ class _Placement:
         size, experts = max(map(len, stages)), self.config.experts
         plans = [staged(self.config, stages, whole) for whole in (False, True) if not whole or (
             experts and size <= experts.num_experts and any(role == "experts" for role, *_ in asked))]
+        if len(plans) > 1 and (width := self._expert_width()):
+            plans = [plans[width == experts.intermediate_size]]
         if size == 1 or not asked:
             return plans[0]
         for name in points:
@@ -102,16 +105,29 @@ class _Placement:
         for role, names, source, at in asked:
             if (source.pattern, role) in self.shares.summands:
                 continue
+            if role == "experts" and self._is_added_up_later(source, at):
+                names = names[:1]
             far = {(n, point): self._distance(replay, source, f"{at}.{point}")
                    for n, replay in enumerate(replays) for point in names}
             n, point = min(far, key=far.get)
             if far[n, point] < float("inf"):  # else all is NaN here
                 self.shares.summands[source.pattern, role] = point == names[0]
-                # A sum is the same however the experts are dealt out, but for its rounding.
-                plan = plans[n] if 10 * far[n, point] < far[0, point] else plan
+                if point == names[0]:  # a sum is the same however the experts are dealt out
+                    plan = plans[n]
         for found in self.points.data, self.placed, self.assumed, self.unplaced:
             found.clear()
         return plan
+
+    def _expert_width(self) -> int | None:
+        """The columns of an expert's gate on a rank; None if experts are no modules."""
+        return next((entry.shape[-1] for calls in self.sources.recorded.values() for call in calls.values()
+                     for entry in call.entries if entry.kind == "out" and re.search(
+                         r"experts\.\d+\.(gate_proj|w1|act|act_fn)$", entry.name)), None)
+
+    def _is_added_up_later(self, experts: Source, at: str) -> bool:
+        """Whether the output of the block around the experts is another one: then theirs is no sum over the ranks."""
+        return any(not torch.equal(*(self.sources.rows(one, rank, FEW) for one in (experts, block)))
+                   for block in self.sources.of(f"{at}.down") for rank in self.sources.complete(block))
 
     @torch.inference_mode()
     def _distance(self, replay: Replay, source: Source, name: str) -> float:
