@@ -20,7 +20,8 @@ class GatedMLP(nn.Module):
         super().__init__()
         from transformers.activations import ACT2FN
 
-        self.act, self.layer = ACT2FN[config.hidden_act], None
+        self.act = ACT2FN[config.hidden_act]
+        self.layer: int | None = None  # its points have a name in a dense layer alone
         self.gate_up_proj = MergedColumnParallelLinear(config.hidden_size, [size] * 2, parts=[columns, columns],
                                                        bias=bias, dtype=dtype)
         self.down_proj = RowParallelLinear(size, config.hidden_size, parts=columns, bias=bias, dtype=dtype)
