@@ -33,19 +33,19 @@ def test_a_recorded_engines_verdict_is_the_exit_code(verdict, code, capsys, monk
     report = SimpleNamespace(verdict=verdict, summary=lambda: "word " * 30 + "\nlast", point_lines=lambda: "points",
                              to_json=asked.append)
     monkeypatch.setattr("tplab.align.check", lambda *given, **options: asked.append((given, options)) or report)
-    line = f"check run --model m --name a.*=b c==d --json {tmp_path}/r.json"
+    line = f"check run --model m --name a.*=b c==d --layout pairs --json {tmp_path}/r.json"
     found, out, err = run(line, capsys)
     assert (found, err) == (code, "") and out.endswith("word\nlast\n\npoints\n") and "\n   word" in out
-    assert asked == [(("run", "m"), {"names": {"a.*": "b", "c": "=d"}}), f"{tmp_path}/r.json"]
+    assert asked == [(("run", "m"), {"names": {"a.*": "b", "c": "=d"}, "layout": ["pairs"]}), f"{tmp_path}/r.json"]
     run("check run --model m", capsys)
-    assert asked[2:] == [(("run", "m"), {"names": {}})]
+    assert asked[2:] == [(("run", "m"), {"names": {}, "layout": []})]
 
 
-@pytest.mark.parametrize("said", ["lonely", "pattern=", "=point", "="])
+@pytest.mark.parametrize("said", ["lonely", "=point", "="])
 def test_a_name_needs_a_pattern_and_a_point(said, capsys):
     code, out, err = run(f"check run --model m --name a=b {said}", capsys)
     assert (code, out) == (2, "") and err == (
-        "tplab: --name takes PATTERN=POINT, such as blocks.*.mix.out=layers.*.o_proj; not " + repr(said) + "\n")
+        "tplab: --name takes PATTERN=POINT, such as blocks.{i}.mix.out=o_proj; not " + repr(said) + "\n")
 
 
 def test_a_cell_of_a_notebook_can_run_a_command():

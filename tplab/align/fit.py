@@ -31,7 +31,7 @@ class Fit:
     spared: int  # rows in which it would show, and the run is right
     elsewhere: bool  # whether it would also show on ranks that are right
     scope: str  # where it stands, in words
-    alike: bool  # whether the all-reduces are the run's, too
+    alike: int  # how well the all-reduces fit the run's: 2, 1 or 0
 
 
 class GuiltyPoint:
@@ -83,7 +83,7 @@ class GuiltyPoint:
         fits: list[Fit] = []
         for bugs in self._asked(explained, known_only):
             fits += [fit for bug in bugs if (fit := self._fit(bug, wrong))]
-            fits = [fit for fit in fits if fit.alike] or fits
+            fits = [fit for fit in fits if fit.alike == max(each.alike for each in fits)]
             fits = [fit for fit in fits if not fit.spared] or fits
             fits = [fit for fit in fits if not fit.elsewhere] or fits
             if any(not fit.spared or fit.bug in explained for fit in fits):  # it stands wherever it would show
@@ -163,16 +163,20 @@ class GuiltyPoint:
                 self._guesses[bug.patches] = None
         return self._guesses[bug.patches]
 
-    def _reduces_alike(self, bug: Bug) -> bool:
-        """Whether the run's op logs show as many all-reduces as the engine with this bug, in the same way; True where
-        they do not tell."""
+    def _reduces_alike(self, bug: Bug) -> int:
+        """How the run's op logs fit the all-reduces of the engine with this bug: 2 if all layers can have it, or the
+        logs do not tell; 1 if this layer can, beside other bugs; 0 if not."""
         logs = self.report.op_logs
         if not logs or self.layer is None or isinstance(bug, ReadOff) or self.short not in ("o_proj", "mlp"):
-            return True
-        made = self.judge.broken(f"layers.{self.layer}.output", bug.patches)
-        there = made[min(made)][REDUCES]
+            return 2
+        name, layers = f"layers.{self.layer}.output", self.judge.config.num_layers
+        there, right = (made[min(made)][REDUCES] for made in (self.judge.broken(name, bug.patches),
+                                                              self.judge.made(name)))
         done = [record.started for record in logs[0] if record.op == "all_reduce"]
-        return any(done) == bool(there.any()) and len(done) == 1 + self.judge.config.num_layers * len(there)
+        if any(done) == bool(there.any()) and len(done) == 1 + layers * len(there):
+            return 2
+        fewer = len(there) < len(right) and len(done) >= 1 + layers * len(right)
+        return int(not fewer and any(done) == bool(there.any()))
 
     def _adds_less(self, bug: Bug) -> bool:
         """Whether the engine with this bug has fewer all-reduces in the layer than the right one."""
