@@ -4,7 +4,7 @@ import torch
 from torch.nn import functional as F
 
 from tplab.faults.probes.probe import probe, was
-from tplab.ranks import all_reduce, rank, world_size
+from tplab.ranks import all_gather, all_reduce, rank, world_size
 from tplab.shard.embedding import local_ids
 
 _REDUCE, _EMBED = "shard.linear.RowParallelLinear.reduce", "shard.embedding.VocabParallelEmbedding.forward"
@@ -18,9 +18,11 @@ probe("all_reduce_average", "reduce", _REDUCE, "the ranks' summands are averaged
 probe("all_reduce_subset", "reduce", _REDUCE, "rank {} is missing in the sum",
       lambda missing: lambda self, partial: all_reduce(partial * (rank() != missing)), each=range(8))
 
+probe("all_reduce_subset", "reduce", _REDUCE, "each rank adds its left neighbour's summand alone",
+      lambda self, partial: partial + all_gather(partial, dim=-1).split(partial.shape[-1], -1)[rank() - 1])
 
-@probe("buffer_reused", "reduce", _REDUCE, "the first half of the rows is the sum of the second half: one buffer "
-       "for both")
+
+@probe("buffer_reused", "reduce", _REDUCE, "the first half of the rows is the second half's sum, by one buffer")
 def _(self, partial):
     whole, half = all_reduce(partial), -(-len(partial) // 2)
     return torch.cat([whole[half:], whole[len(whole) - half:half], whole[half:]])
@@ -29,8 +31,6 @@ def _(self, partial):
 probe("all_reduce_twice", "add", "model.decoder.DecoderLayer.scaled", "the block's output is added once for each rank",
       lambda self, branch: branch * world_size())
 
-
-# The embedding.
 
 def _own_rows(self, ids):
     here, elsewhere = local_ids(ids, self.rows)
