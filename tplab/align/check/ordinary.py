@@ -21,9 +21,9 @@ _ON_RANK, _ATTEND = "tplab.align.replay.Replay._on_rank", "tplab.model.attention
 
 
 def _tf32(x: torch.Tensor) -> torch.Tensor:
-    """Rounded to TF32's 10 bits, half away from zero, as on a GPU before a product."""
+    """Rounded to TF32's 10 bits, half to even, as an H200 does before a product."""
     bits = x.to(torch.float32).contiguous().view(torch.int32)
-    return ((bits + 0x1000) & ~0x1fff).view(torch.float32).to(x.dtype)
+    return ((bits + 0xfff + (bits >> 13 & 1)) & ~0x1fff).view(torch.float32).to(x.dtype)
 
 
 def _stored(dtype: torch.dtype, scale, x: torch.Tensor) -> torch.Tensor:
