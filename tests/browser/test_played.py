@@ -44,7 +44,7 @@ def test_the_panel(window):
     wait_for(lambda: picture.get_attribute("src") != before)
     wait_for(lambda: button.text_content().strip() == "Run")
     assert "no_mask, 3 ranks" in picture.get_attribute("alt")
-    assert "future" in panel.text_content()
+    assert "The mask is forgotten." in panel.text_content()  # the diagnosis
     assert button.evaluate("one => one === document.activeElement")
     assert not grave(window.page, ".jp-Cell-outputArea .jupyter-widgets")
     panel.locator("textarea").fill("")
