@@ -59,6 +59,7 @@ class GuiltyPoint:
         self.shorts = {*map(_short, [name, *unseen_before(name, report.recording, report.checkpoint)])}
         self.ops = {POINTS[short].op for short in self.shorts}
         self._guesses: dict[tuple[Patch, ...], dict[int, torch.Tensor] | None] = {}
+        self._started: dict[tuple[Patch, ...], torch.Tensor] = {}
 
     def diagnoses(self, explained: list[Bug], known_only: bool = False) -> list[Diagnosis]:
         """The bug that explains all wrong rows, or one for decode calls and one for prompts, or for the rows without
@@ -166,12 +167,10 @@ class GuiltyPoint:
     def _reduces_alike(self, bug: Bug) -> int:
         """How the run's op logs fit the all-reduces of the engine with this bug: 2 if all layers can have it, or the
         logs do not tell; 1 if this layer can, beside other bugs; 0 if not."""
-        logs = self.report.op_logs
-        if not logs or self.layer is None or isinstance(bug, ReadOff) or self.short not in ("o_proj", "mlp"):
+        logs, layers = self.report.op_logs, self.judge.config.num_layers
+        if not logs or not self._adds_up(bug):
             return 2
-        name, layers = f"layers.{self.layer}.output", self.judge.config.num_layers
-        there, right = (made[min(made)][REDUCES] for made in (self.judge.broken(name, bug.patches),
-                                                              self.judge.made(name)))
+        there, right = self._all_reduces(bug.patches), self._all_reduces()
         done = [record.started for record in logs[0] if record.op == "all_reduce"]
         if any(done) == bool(there.any()) and len(done) == 1 + layers * len(there):
             return 2
@@ -180,11 +179,20 @@ class GuiltyPoint:
 
     def _adds_less(self, bug: Bug) -> bool:
         """Whether the engine with this bug has fewer all-reduces in the layer than the right one."""
-        if self.layer is None or isinstance(bug, ReadOff) or self.short not in ("o_proj", "mlp"):
-            return False
-        name = f"layers.{self.layer}.output"
-        made, right = self.judge.broken(name, bug.patches), self.judge.made(name)
-        return len(made[min(made)][REDUCES]) < len(right[min(right)][REDUCES])
+        return self._adds_up(bug) and len(self._all_reduces(bug.patches)) < len(self._all_reduces())
+
+    def _adds_up(self, bug: Bug) -> bool:
+        """Whether the point is a sum over the ranks, and the bug one that can be replayed."""
+        return self.layer is not None and not isinstance(bug, ReadOff) and self.short in ("o_proj", "mlp")
+
+    def _all_reduces(self, patches: tuple[Patch, ...] = ()) -> torch.Tensor:
+        """Of each all-reduce of the layer whether it was only started there; with patches or, without, in the right
+        engine."""
+        if patches not in self._started:
+            name = f"layers.{self.layer}.output"
+            made = self.judge.broken(name, patches) if patches else self.judge.made(name)
+            self._started[patches] = made[min(made)][REDUCES]
+        return self._started[patches]
 
     def _scope(self, shows: Rows, wrong: Rows) -> str:
         """The kind of rows in which a bug stands."""

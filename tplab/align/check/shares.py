@@ -69,11 +69,10 @@ class Shares:
               ) -> Iterator[dict[int, Indices]]:
         """The items of each rank, of which it has so many (``{rank: count}``), by each usual rule: by the plan; the KV
         heads that its query heads read; all of them; one share behind the other, the last ones padded."""
-        total, group = self.totals[which], self.config.num_heads // self.config.num_kv_heads
+        total = self.totals[which]
         yield {rank: tuple(self.planned[which][rank]) for rank in counts}
         if queries is not None:
-            read = {rank: {head // group for head in queries[rank] or () if head != PADDING} for rank in counts}
-            yield {rank: tuple(sorted(heads)) for rank, heads in read.items()}
+            yield {rank: tuple(self._read_by(queries[rank])) for rank in counts}
         yield {rank: tuple(range(total)) for rank in counts}
         behind = {}
         for rank, count in counts.items():
@@ -83,6 +82,11 @@ class Shares:
             if items or which not in "qkv":  # no rank is without a head
                 behind[rank] = (*items, *[PADDING] * (count - len(items)))
         yield behind
+
+    def _read_by(self, queries: Indices | None) -> list[int]:
+        """The KV heads that query heads read."""
+        group = self.config.num_heads // self.config.num_kv_heads
+        return sorted({head // group for head in queries or () if head != PADDING})
 
     def share(self, which: str, counts: dict[int, int], queries: list[Indices | None] | None = None
               ) -> dict[int, Indices]:
@@ -122,7 +126,6 @@ class Shares:
     def _flaw(self, which: str, shares: dict[int, Indices], queries: list[Indices | None]) -> str:
         """Query heads or MLP columns that are on no rank, or KV heads that a rank does not hold and its query heads
         read; ``""`` if there are none."""
-        group = self.config.num_heads // self.config.num_kv_heads
         for stage in self.sources.stages:
             held = {item for rank in stage for item in shares.get(rank, range(self.totals[which]))}
             if which in ("q", "mlp") and (lost := sorted({*range(self.totals[which])} - held)):
@@ -130,7 +133,7 @@ class Shares:
             for rank in stage if which in "kv" else ():
                 if len(queries[rank] or ()) == self.totals["q"]:
                     continue  # gathered, for a norm over all heads
-                read = sorted({head // group for head in queries[rank] or () if head != PADDING})
+                read = self._read_by(queries[rank])
                 if rank in shares and not {*read} <= {*shares[rank]}:
                     return f"rank {rank} holds {span(shares[rank])}, but its query heads read {span(read)}"
         return ""
