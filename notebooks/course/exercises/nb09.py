@@ -108,9 +108,9 @@ def in_patient_zero(cure: Callable, place: str, setting, answer) -> None:
             raise NotYet(f"in the engine, the text is right, and {sum(computed):,} tokens are computed for it; "
                          f"{sum(enough):,} are enough: is the cache used?")
         return
-    if wrong := _said(ours).keys() - _said(right).keys():
-        sentence = next(said for key, said in _said(ours).items() if key in wrong)
-        raise NotYet(f"in the engine: {sentence}")
+    found = _said(ours)
+    if wrong := found.keys() - _said(right).keys():
+        raise NotYet(f"in the engine: {next(said for key, said in found.items() if key in wrong)}")
 
 
 def _said(report) -> dict:
