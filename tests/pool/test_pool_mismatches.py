@@ -96,6 +96,15 @@ def test_a_mismatch_leaves_the_tensor_alone(pool):
     assert pool.run(fn) == [[1.0] * 3, [1.0] * 4]
 
 
+def test_a_rank_that_fails_later_than_the_first_is_heard(pool):
+    def fn():
+        all_reduce(torch.ones(1))
+        time.sleep(0.4 * rank())
+        raise ValueError("the same on both")
+
+    assert {cause.kind for cause in fails(pool, fn, "raised ValueError").causes.values()} == {"raised"}
+
+
 def test_strict_wants_the_same_line(pool):
     def fn():
         if rank() == 0:

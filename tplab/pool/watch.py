@@ -10,8 +10,8 @@ from tplab.pool.rank_process import end_all
 from tplab.ranks.oplog import OpRecord
 
 _TICK = 0.05
-_GRACE = 0.25  # seconds after a first failure in which other ranks may fail or finish by themselves
-_STOP = 0.4  # seconds for a rank to stop by itself before it is ended
+_GRACE = 1.0  # seconds after a first failure in which other ranks may fail or finish by themselves
+_STOP = 1.0  # seconds for a rank to stop by itself before it is ended
 _DROP_GLOO = 0.05  # seconds after which gloo's connections are closed, for ranks that hang in it
 
 # A rank is idle if an interrupt came before it had begun.
@@ -46,21 +46,20 @@ class Watch:
             self._update_status()
             if RUNNING not in self.status:
                 break
-            now = time.monotonic()
-            if FAILED in self.status or DEAD in self.status:
+            now, in_vain = time.monotonic(), [self._waits_in_vain(r) for r in self.running()]
+            if FAILED in self.status or DEAD in self.status or any(in_vain):
+                # Certain; but a rank on its way gets the time to fail itself, or to show where it will wait.
                 give_up_at = give_up_at or now + _GRACE
-                if now >= give_up_at or all(self.waits_in(r) for r in self.running()):
+                if now >= give_up_at or all(in_vain):
                     break
-            elif self._never_met():  # certain; but a rank on its way gets the time to show where it will wait
-                give_up_at = give_up_at or now + _GRACE
-                if now >= give_up_at or all(self.waits_in(r) for r in self.running()):
-                    raise failures.skipped(self)
             if now >= deadline:
                 raise failures.too_late(self)
             self._pause(min(_TICK, deadline - now))
         if set(self.status) == {RETURNED}:
             return [self._answer(r) for r in range(self.pool.size)]
-        raise failures.failure(self)
+        if FAILED in self.status or DEAD in self.status:
+            raise failures.failure(self)
+        raise failures.skipped(self)
 
     def stop(self) -> None:
         """Stop every rank: by the control block, by a signal, by closing gloo's connections, at last by SIGKILL."""
@@ -89,6 +88,15 @@ class Watch:
         """The collective in which rank `r` is at this moment."""
         record = self.last_op(r)
         return record if record is not None and not record.left else None
+
+    def _waits_in_vain(self, r: int) -> bool:
+        """Whether rank `r` waits in a collective that another rank has ended without.
+
+        In one that all of those have reached it need not wait: it goes on as soon as it gets a core.
+        """
+        reached = [self.control.logs[o].last_seq() for o, status in enumerate(self.status) if status != RUNNING]
+        record = self.waits_in(r)
+        return record is not None and bool(reached) and record.seq > min(reached)
 
     def last_op(self, r: int) -> OpRecord | None:
         """The newest collective of rank `r` in this command."""
@@ -120,9 +128,3 @@ class Watch:
             self._poll.unregister(fd)  # what has ended would be readable for ever
         for process in self.processes:
             process.reader.trim()
-
-    def _never_met(self):
-        """Whether a rank waits in a collective that another one has returned without: nothing can end that."""
-        returned = [self.control.logs[r].last_seq() for r, s in enumerate(self.status) if s == RETURNED]
-        return bool(returned) and any(
-            (record := self.waits_in(r)) and record.seq > min(returned) for r in self.running())
