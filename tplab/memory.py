@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from tplab.checkpoint import ModelConfig
-from tplab.checkpoint.config import config_of
+from tplab.checkpoint.config import config_of, without_quantisation
 from tplab.checkpoint.headers import read_json
 from tplab.engine.config import bytes_per_token
 from tplab.shard import ShardPlan
@@ -22,7 +22,7 @@ def config_file(path: str, dtype: torch.dtype) -> tuple[ModelConfig, list[str]]:
     """
     raw = read_json(Path(path))
     quantised = f"the published weights are quantised; here they are counted in {str(dtype).removeprefix('torch.')}"
-    return config_of(raw, quantised=True), [quantised] if raw.get("quantization_config") else []
+    return config_of(without_quantisation(raw)), [quantised] if raw.get("quantization_config") else []
 
 
 def memory_lines(config, plan: ShardPlan, dtype: torch.dtype) -> Iterator[str]:

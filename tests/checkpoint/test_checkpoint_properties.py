@@ -112,7 +112,7 @@ CONFIG_KEYS = (
     "architectures dtype eos_token_id head_dim hidden_act hidden_size intermediate_size layer_types "
     "max_position_embeddings max_window_layers model_type num_attention_heads num_hidden_layers num_key_value_heads "
     "rms_norm_eps rope_parameters sliding_window tie_word_embeddings use_sliding_window vocab_size rope_scaling "
-    "num_labels id2label torch_dtype per_layer_config attention_bias num_experts partial_rotary_factor max_length "
+    "torch_dtype per_layer_config attention_bias num_experts partial_rotary_factor max_length "
     "pruned_heads return_dict _attn_implementation self cls args name_or_path").split()
 
 

@@ -111,9 +111,9 @@ def test_any_slice_is_that_of_the_widened_matrix(pair, data):
      "model.norm.weight in model.safetensors is stored as int8; that is read only for matrices, with their scales"),
     (lambda tensors, config: config.update(quantization_config=None), "with a quantization_config that says"),
     (lambda tensors, config: config.update(quantization_config=FP8 | {"weight_block_size": [0, 16]}), "quantised"),
-    (lambda tensors, config: config.update(quantization_config={"quant_method": "awq"}), "(quantization_config: awq)"),
-    (lambda tensors, config: config.update(compression_config={"quant_method": "compressed-tensors", "config_groups": {
-        "group_0": {"weights": {"num_bits": 4, "strategy": "group"}}}}), "(compression_config: compressed-tensors)"),
+    (lambda tensors, config: config.update(quantization_config={"quant_method": "awq"}), "quantised (awq)"),
+    (lambda tensors, config: config.update(quantization_config={"quant_method": "compressed-tensors", "config_groups": {
+        "group_0": {"weights": {"num_bits": 4, "strategy": "group"}}}}), "quantised (compressed-tensors)"),
 ], ids=["no scales", "scales of another shape", "no matrix", "no config", "empty blocks", "awq", "4 bits"])
 def test_what_cannot_be_widened_is_refused(tmp_path, change, words):
     quantised(tmp_path, make_checkpoint(tmp_path / "m", "llama", **MODELS["uneven"]), *KINDS["blocks"])

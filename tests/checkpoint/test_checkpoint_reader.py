@@ -77,12 +77,9 @@ def test_bounds_are_exact(folder, index):
         assert r[UP][0:0].shape == (0, 32)
 
 
-def test_unknown_names_and_closed_readers_are_refused(folder):
+def test_unknown_names_are_refused_and_what_was_read_stays(folder):
     with open_checkpoint(folder).reader() as r:
         with pytest.raises(CheckpointError, match="no tensor model.layers.9"):
             r["model.layers.9.mlp.up_proj.weight"]
-        piece = r[UP]
-        kept = piece[:2]
-    with pytest.raises(CheckpointError, match="closed"):
-        piece[:2]
+        kept = r[UP][:2]
     assert kept.isfinite().all()

@@ -36,9 +36,6 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embedding
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"num_experts": 8}, "num_experts asks for a mixture of experts, which is not supported in a qwen2"),
-        ({"kv_lora_rank": 8}, "multi-head latent attention (MLA), which is not supported in a qwen2"),
-        ({"vision_config": {"depth": 2}}, "images beside the text, which is not supported in a qwen2"),
         ({"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 2,
           "num_experts_per_tok": 3}, "cannot go to 3 of 2 experts"),
         ({"model_type": "olmoe", "architectures": ["OlmoeForCausalLM"], "clip_qkv": 8.0}, "clip_qkv is 8.0"),
@@ -46,15 +43,9 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "original_max_position_embedding
          "use_bidirectional_attention is True"),
         ({"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 5.0},
          "attn_logit_softcapping is 5.0, for which a gemma3_text has no trait here; None works"),
-        ({"model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"], "kv_lora_rank": 8,
-          "n_routed_experts": 4},
-         "'deepseek_v4' is not supported (multi-head latent attention (MLA), a mixture of experts)"),
         ({"model_type": "gpt2"}, "'gpt2' is not supported; tplab runs qwen2, qwen3, llama, mistral, gemma, "),
         ({"architectures": ["Qwen2ForSequenceClassification"]}, "Qwen2ForSequenceClassification"),
-        ({"trust_remote_code": True}, "remote code"),
-        ({"auto_map": {"AutoModelForCausalLM": "modeling.MyModel"}}, "remote code"),
-        ({"auto_map": {"AutoConfig": "modeling.Qwen2Config", "AutoModelForCausalLM": "x.Qwen2Model"}}, "remote code"),
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised (quantization_config: gptq)"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised (gptq)"),
         ({"per_layer_config": {"0": {}}}, "per_layer_config"),
         ({"rope_parameters": {"rope_type": "mrope", "rope_theta": 1e4}}, "rope 'mrope' cannot be set up"),
         ({"rope_scaling": {"type": "su", "factor": 2.0}}, "rope 'su' cannot be set up"),
@@ -118,18 +109,15 @@ def test_configs_that_contradict_the_weights(tmp_path, changes, words):
 
 
 @pytest.mark.parametrize("changes", [
-    {"num_experts": 0, "moe_intermediate_size": None}, {"architectures": None}, {"quantization_config": None},
-    {"rope_scaling": None, "layer_types": None}, {"trust_remote_code": False},
+    {"architectures": None}, {"quantization_config": None}, {"rope_scaling": None, "layer_types": None},
     # Qwen2.5's published configs carry a window with use_sliding_window=false.
     {"use_sliding_window": False, "sliding_window": 16, "layer_types": None},
-    # Older checkpoints of Phi-3 brought the code along that transformers has by now.
+    # Code that a checkpoint brings along is never run.
     {"auto_map": {"AutoConfig": "configuration_qwen2.Qwen2Config", "AutoModelForCausalLM": "m.Qwen2ForCausalLM"}},
-    # Hugging Face would build a label for each of them; a causal model has none.
-    {"num_labels": 10**9},
 ], ids=str)
 def test_configs_that_say_nothing_out_of_the_ordinary(tmp_path, changes):
     config = open_checkpoint(edit(make_checkpoint(tmp_path / "m"), **changes)).config
-    assert config.num_layers == 2 and not config.traits and len(config.hf.id2label) == 2
+    assert config.num_layers == 2 and not config.traits
 
 
 @pytest.mark.parametrize(("window", "longest", "active"),
@@ -147,11 +135,6 @@ def test_an_untied_checkpoint_without_a_head(tmp_path):
     save_tensors(folder, {name: tensor for name, tensor in load_file(folder / "model.safetensors").items()
                           if name != "model.norm.weight"})
     assert "model.norm.weight and 1 more missing (the config does not tie" in refusal(folder)
-
-
-def test_remote_code_in_the_tokenizer_config(tmp_path):
-    folder = edit(make_checkpoint(tmp_path / "m"), "tokenizer_config.json", auto_map={"AutoTokenizer": ["t.T", None]})
-    assert "remote code" in refusal(folder)
 
 
 @pytest.mark.parametrize("content", [b"", b"[1, 2]", b"\xef\xbb\xbf{}", b"[" * 100_000, b'{"a": "\xff\xfe"}', None])

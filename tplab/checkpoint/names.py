@@ -1,11 +1,7 @@
 """From what a user types to a folder on disk."""
 
-import atexit
 import os
 import re
-import shutil
-import sys
-import tempfile
 from pathlib import Path
 
 from tplab.checks import did_you_mean, quoted
@@ -23,32 +19,11 @@ KNOWN = "'fable', 'fable-moe', 'smollm2', a folder, or a hub id such as 'Qwen/Qw
 def cache_dir() -> Path:
     """The folder for fetched models and compiled code; it may not exist yet.
 
-    ``$TPLAB_CACHE`` if set, else ``$XDG_CACHE_HOME/tplab``, else ``~/.cache/tplab``. A user without a home folder gets
-    a temporary one, which ends with this process; a line on stderr says so.
+    ``$TPLAB_CACHE`` if set, else ``$XDG_CACHE_HOME/tplab``, else ``~/.cache/tplab``.
     """
     if folder := os.environ.get("TPLAB_CACHE"):
-        return _expanded(folder, "$TPLAB_CACHE is ")
-    if shared := os.environ.get("XDG_CACHE_HOME"):
-        return Path(shared) / "tplab"
-    home = Path(os.path.expanduser("~"))  # "/" if $HOME is empty, "~" for a user who is in no list of users
-    return home / ".cache" / "tplab" if home.is_dir() and home != home.parent else _temporary_cache()
-
-
-def _temporary_cache() -> Path:
-    folder = tempfile.mkdtemp(prefix=f"tplab-{os.getpid()}-cache-")
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    os.environ["TPLAB_CACHE"] = folder  # also for this process's ranks and commands
-    print(f"tplab: there is no home folder for a cache, so {folder} is used until this process ends; $TPLAB_CACHE "
-          "names a lasting one", file=sys.stderr)
-    return Path(folder)
-
-
-def _expanded(text: str, what: str = "") -> Path:
-    try:
-        return Path(text).expanduser()
-    except RuntimeError:
-        raise CheckpointError(f"{what}{text!r}, but there is no user here with the home folder "
-                              f"{text.partition('/')[0]!r}; write the whole path") from None
+        return Path(os.path.expanduser(folder))
+    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "tplab"
 
 
 def resolve(name: str | os.PathLike) -> Path:
@@ -63,33 +38,23 @@ def resolve(name: str | os.PathLike) -> Path:
         raise CheckpointError(f"a model is {KNOWN}, not {quoted(name)}")
     text = os.fsdecode(name)
     if text in EMBEDDED:
-        return _existing_folder(EMBEDDED[text], f"{text!r} is not in this copy of the package; reinstall tplab")
+        return EMBEDDED[text]
     if text == "smollm2":
         return _existing_folder(cache_dir() / "smollm2",
                                 "'smollm2' is not on this machine yet; run: python -m tplab fetch smollm2")
     if not text:
         raise CheckpointError(f"the model name is empty; it can be {KNOWN}")
-    if _looks_like_hub_id(text) and not os.path.lexists(text):
+    if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", text, re.ASCII) and not os.path.lexists(text):
         return _from_hub(text)
     known = did_you_mean(text, (*EMBEDDED, "smollm2")) or f"; a model is {KNOWN}"
-    return _existing_folder(_expanded(text), f"there is no folder {text!r}{known}")
-
-
-def _looks_like_hub_id(text: str) -> bool:
-    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", text, re.ASCII) is not None
+    return _existing_folder(Path(os.path.expanduser(text)), f"there is no folder {text!r}{known}")
 
 
 def _existing_folder(path: Path, if_missing: str) -> Path:
-    try:
-        os.scandir(path).close()
-    except FileNotFoundError:
-        raise CheckpointError(if_missing) from None
-    except NotADirectoryError:
-        if path.is_file():
-            raise CheckpointError(f"{path} is a file; a checkpoint is the folder that holds config.json") from None
-        raise CheckpointError(if_missing) from None
-    except (OSError, ValueError) as error:  # no permission, a symlink loop, a name too long or with a NUL byte
-        raise CheckpointError(f"{str(path)!r} cannot be opened: {words_of(error)}") from error
+    if os.path.isfile(path):
+        raise CheckpointError(f"{path} is a file; a checkpoint is the folder that holds config.json")
+    if not os.path.isdir(path):  # nor can it be one whose name is too long
+        raise CheckpointError(if_missing)
     return path
 
 

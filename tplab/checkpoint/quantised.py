@@ -27,22 +27,17 @@ class Scale(NamedTuple):
 
 def scale_block(quantisation: Any) -> tuple[int, int] | None:
     """How many rows and columns share a scale, by a ``quantization_config``; 0: all of them. None: another layout."""
-    if not isinstance(quantisation, dict):
-        return None
-    block = quantisation.get("weight_block_size")
-    if quantisation.get("quant_method") == "fp8" and _is_block(block):
-        return tuple(block)
-    groups = quantisation.get("config_groups")
-    if quantisation.get("quant_method") == "compressed-tensors" and isinstance(groups, dict):
-        weights = [group.get("weights") for group in groups.values() if isinstance(group, dict)]
-        if weights and all(isinstance(group, dict) and group.get("num_bits") == 8 and group.get("strategy") == "channel"
-                           and group.get("symmetric", True) for group in weights):
+    match quantisation:
+        case {"quant_method": "fp8", "weight_block_size": [int(rows), int(columns)]} if rows > 0 < columns:
+            return rows, columns
+        case {"quant_method": "compressed-tensors", "config_groups": dict(groups)} if groups:
+            for group in groups.values():
+                match group:
+                    case {"weights": {"num_bits": 8, "strategy": "channel", **more}} if more.get("symmetric", True):
+                        continue
+                return None
             return 1, 0
     return None
-
-
-def _is_block(block: Any) -> bool:
-    return isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
 
 
 def with_scales(folder: Path, tensors: Mapping[str, TensorInfo], block: tuple[int, int] | None

@@ -24,7 +24,6 @@ class CheckpointReader:
         self.bytes_read = 0
         self._folder, self._tensors = folder, tensors
         self._open_files: dict = {}
-        self._closed = False
 
     def __enter__(self) -> "CheckpointReader":
         return self
@@ -37,7 +36,6 @@ class CheckpointReader:
         for opened in self._open_files.values():
             opened.__exit__(None, None, None)
         self._open_files.clear()
-        self._closed = True
 
     def __getitem__(self, name: str) -> "TensorSlice":
         if name not in self._tensors:
@@ -53,14 +51,7 @@ class CheckpointReader:
         self.bytes_read += piece.numel() * piece.element_size()
         return piece if info.scale is None else widened(piece, index, info.scale, self._take)
 
-    def scales_of(self, name: str) -> torch.Tensor:
-        """The scale of each number of a quantised tensor."""
-        info = self._tensors[name]
-        return widened(torch.ones(info.shape), tuple(map(slice, [0, 0], info.shape)), info.scale, self._take)
-
     def _file(self, file: str):
-        if self._closed:
-            raise CheckpointError(f"{self._folder}: this reader is closed; read inside its `with` block")
         if file not in self._open_files:
             self._open_files[file] = safe_open(self._folder / file, framework="pt").__enter__()
         return self._open_files[file]
