@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     for name, module, about in (("run", batch, "Run notebooks with papermill and write an HTML report."),
                                 ("report", report, "Write the report over the executed notebooks in a folder."),
                                 ("score", score_command, "Break the engine with each fault: is it named? (minutes)"),
-                                ("bench", bench_command, "Measure beside Hugging Face and vLLM, or predict.")):
+                                ("bench", bench_command, "Measure beside Hugging Face and vLLM.")):
         made = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
         module.add_options(made, *([MODEL] if module is bench_command else []))
         made.set_defaults(run=module.main)

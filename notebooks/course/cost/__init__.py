@@ -3,8 +3,8 @@
 from tplab import lazy
 
 _HOMES = {name: f"course.cost.{home}" for home, names in {
-    "amounts": "step_amount", "cost": "step_cost", "links": "BYTES_PER_SECOND LINKS", "outlook": "link_rows",
-    "machine": "measure_machines reduce_seconds", "shapes": "shape_config",
+    "amounts": "step_amount", "cost": "step_cost", "links": "BYTES_PER_SECOND LINKS link_rows",
+    "machine": "measure_machine reduce_seconds", "shapes": "shape_config",
     "steps": "busy_process step_kinds time_steps",
 }.items() for name in names.split()}
 __all__ = list(_HOMES)

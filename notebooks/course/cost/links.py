@@ -5,12 +5,19 @@ The accelerator is one H100 SXM per rank: 3.35 TB/s of memory, 989 Tflop/s in de
 both, and a real engine has a cost per step of its own, so these are bounds, and what a *link* costs is what to compare.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 
+from course.cost.amounts import Part
+from course.cost.cost import step_cost
 from course.cost.machine import Machine
+from course.cost.shapes import shape_config
+from tplab.checks import counted
 from tplab.errors import TplabError
+from tplab.memory import CONTEXT, parameter_bytes
+from tplab.shard import ShardPlan
 
 MEMORY_BYTES = 80e9
 BYTES_PER_SECOND = 3.35e12
@@ -53,6 +60,24 @@ def linked_machine(name: str, tp: int, dtype: torch.dtype) -> Machine:
     link = LINKS[name]
     read, compute = dtype.itemsize / BYTES_PER_SECOND, 2 / OPERATIONS_PER_SECOND
     ridge = max(2, round(read / compute))  # so many rows take as long to multiply as their weight to read
-    return Machine(f"{tp} × H100, {name}", tp, {1: read, ridge: ridge * compute}, kv_byte=1 / BYTES_PER_SECOND,
+    return Machine(tp, {1: read, ridge: ridge * compute}, kv_byte=1 / BYTES_PER_SECOND,
                    score=1 / OPERATIONS_PER_SECOND, reduce_latency=link.latency,
                    reduce_byte=2 * (tp - 1) / tp / link.bytes_per_second)
+
+
+def link_rows(names: Iterable[str], sizes: Iterable[int], dtype: torch.dtype) -> list[dict[str, str]]:
+    """For a table: tokens per second of one sequence, and in brackets how much of a step is spent in collectives."""
+    rows = []
+    for name in names:
+        config = shape_config(name)
+        for link in LINKS:
+            row = {"model": name, "link": link}
+            for tp in sizes:
+                plan = ShardPlan.from_config(config, tp)
+                if max(parameter_bytes(config, shard, dtype) for shard in plan.ranks) > MEMORY_BYTES:
+                    row[counted(tp, "rank")] = "no room"
+                else:
+                    cost = step_cost(config, plan, [Part(CONTEXT, 1)], 1, dtype, linked_machine(link, tp, dtype))
+                    row[counted(tp, "rank")] = f"{1 / cost.total:.0f} ({cost.collectives / cost.total:.0%})"
+            rows.append(row)
+    return rows

@@ -1,7 +1,5 @@
-"""Notebook 13: a race that is decided beforehand; what overlap and a rank's own rows cost and save, measured."""
+"""Notebook 13: a race that is decided beforehand; what a rank's own rows save, measured."""
 
-import statistics
-import time
 import weakref
 from collections.abc import Callable, Mapping
 
@@ -15,15 +13,14 @@ from tplab.faults import fault
 from tplab.model import NoCache, load_model
 from tplab.patch import Patch, applied, original
 from tplab.pool import RankPool
-from tplab.ranks import barrier, rank, state, world_size
+from tplab.ranks import rank, state, world_size
 from tplab.shard import ShardPlan, split_evenly
 
 _REDUCE = "tplab.shard.linear.RowParallelLinear.reduce"
-LONG = 600  # seconds: measurements take a second or two, and minutes where other programs take the cores
+LONG = 600  # seconds: it takes a second or two, and minutes where other programs take the cores
 # In a layer, nothing is summed up, and no point is passed: its rows are not those of Hugging Face.
 SUMMANDS = [Patch(_REDUCE, lambda self, partial: partial),
             *(Patch(f"tplab.model.{name}.point", lambda name, tensor: tensor) for name in ("attention", "mlp"))]
-ROUNDS = 25
 
 
 def sizes_here(tokens: int) -> list[int]:
@@ -85,26 +82,6 @@ def in_layers(names: Mapping[int, str], num_layers: int) -> Patch:
     return Patch(_REDUCE, reduce)
 
 
-def _clocked(what: Callable) -> float:
-    begin = time.perf_counter()
-    what()
-    return time.perf_counter() - begin
-
-
-def seconds(timed: Mapping[object, Callable], of: Callable[[list[float]], float]) -> dict:
-    """On a rank: seconds of each, begun by all ranks together, as ``of`` sums up those of all rounds.
-
-    In every round each has its turn, so what slows the machine down for a while slows all of them down. ``min`` is
-    steady where one takes less than a time slice of the system, the median where one takes longer.
-    """
-    times = {name: [] for name in timed}
-    for _ in range(ROUNDS):
-        for name, what in timed.items():
-            barrier()
-            times[name].append(_clocked(what))
-    return {name: of(found) for name, found in times.items()}
-
-
 class PeakBytes(TorchDispatchMode):
     """The most bytes that what is computed inside has held at a time."""
 
@@ -123,20 +100,17 @@ class PeakBytes(TorchDispatchMode):
         return out
 
 
-def layers_plain_and_scattered(ckpt: Checkpoint, layer: Callable, tokens: int, dtype: torch.dtype, pool: RankPool
-                               ) -> dict[str, tuple[float, list[int]]]:
-    """All layers over one prompt, the engine's own and by ``layer``, which takes what the exercise
-    ``my_sequence_parallel_layer`` takes (``plain``, ``by rows``): seconds, and on each rank the peak of bytes. And the
-    seconds of the norms and additions of all rows (``row by row``) and of a latency."""
+def peak_bytes(ckpt: Checkpoint, layer: Callable, tokens: int, dtype: torch.dtype, pool: RankPool
+               ) -> dict[str, list[int]]:
+    """The most bytes that each rank holds at a time while all layers compute one prompt: by the engine's own layers
+    (``plain``), and by ``layer``, which takes what the exercise ``my_sequence_parallel_layer`` takes (``by rows``)."""
     plan = ShardPlan.from_config(ckpt.config, pool.size)
-    timed, peaks = zip(*pool.run(_through_layers, ckpt, plan, dtype, tokens, layer, timeout=LONG))
-    return {name: (max(one[name] for one in timed), [one[name] for one in peaks if name in one]) for name in timed[0]}
+    peaks = pool.run(_peaks_on_rank, ckpt, plan, dtype, tokens, layer, timeout=LONG)
+    return {name: [of_rank[name] for of_rank in peaks] for name in peaks[0]}
 
 
-def _through_layers(ckpt: Checkpoint, plan: ShardPlan, dtype: torch.dtype, tokens: int, layer: Callable
-                    ) -> tuple[dict[str, float], dict[str, int]]:
-    """On a rank: seconds of all layers, plain and by rows, of norms and additions over all rows, and of a latency; and
-    of both ways through the layers the peak of bytes."""
+def _peaks_on_rank(ckpt: Checkpoint, plan: ShardPlan, dtype: torch.dtype, tokens: int, layer: Callable
+                   ) -> dict[str, int]:
     with torch.inference_mode():
         model, context = load_model(ckpt, plan, dtype), NoCache([tokens])
         hidden, sizes = torch.randn(tokens, ckpt.config.hidden_size).to(dtype), sizes_here(tokens)
@@ -144,23 +118,19 @@ def _through_layers(ckpt: Checkpoint, plan: ShardPlan, dtype: torch.dtype, token
                   for kind in set(model.rope_layer_types)}
 
         def plain():
-            own = hidden.clone()
-            for one, kind in zip(model.layers, model.rope_layer_types):
-                own = one(own, *tables[kind], context)
+            rows = hidden.clone()
+            for decoder_layer, kind in zip(model.layers, model.rope_layer_types):
+                rows = decoder_layer(rows, *tables[kind], context)
 
         def by_rows():
             with applied(*SUMMANDS):
-                own = hidden.split(sizes)[rank()].clone()
-                for one, kind in zip(model.layers, model.rope_layer_types):
-                    own = scattered(layer, one, own, sizes, *tables[kind], context)
+                rows = hidden.split(sizes)[rank()].clone()
+                for decoder_layer, kind in zip(model.layers, model.rope_layer_types):
+                    rows = scattered(layer, decoder_layer, rows, sizes, *tables[kind], context)
 
-        def row_by_row():
-            for one in model.layers:
-                one.input_layernorm(hidden) + hidden, one.post_attention_layernorm(hidden) + hidden
-
-        peaks, ways = {}, {"plain": plain, "by rows": by_rows}
-        for name, run in ways.items():
+        peaks = {}
+        for name, run in {"plain": plain, "by rows": by_rows}.items():
             with PeakBytes() as peak:
                 run()
             peaks[name] = peak.most
-        return seconds({**ways, "row by row": row_by_row, "latency": barrier}, statistics.median), peaks
+        return peaks

@@ -33,7 +33,7 @@ CONFIG = ModelConfig(model_type="qwen2", hidden_size=10, num_heads=3, num_kv_hea
 PLAN = ShardPlan.from_config(CONFIG, 2)
 BF16 = torch.bfloat16
 PARTS = [Part(5, 1), Part(0, 3)]  # one sequence decodes its sixth token, one reads its first three
-ROUND = Machine("round", 2, {1: 1.0, 5: 3.0}, kv_byte=10.0, score=0.5, reduce_latency=100.0, reduce_byte=2.0,
+ROUND = Machine(2, {1: 1.0, 5: 3.0}, kv_byte=10.0, score=0.5, reduce_latency=100.0, reduce_byte=2.0,
                 sequence=7.0, step=5000.0, request=1e6)
 
 
@@ -94,7 +94,7 @@ def test_a_step_by_hand_waits_for_its_slowest_rank():
 
 def test_time_per_weight_between_and_beyond_what_was_measured():
     assert [ROUND.seconds_per_weight(rows) for rows in (1, 2, 5, 50)] == [1.0, 1.5, 3.0, 30.0]
-    bent = Machine("bent", 2, {1: 1.0, 3: 5.0, 5: 6.0})
+    bent = Machine(2, {1: 1.0, 3: 5.0, 5: 6.0})
     assert [bent.seconds_per_weight(rows) for rows in (1, 2, 3, 4, 5)] == [1.0, 3.0, 5.0, 5.5, 6.0]
 
 

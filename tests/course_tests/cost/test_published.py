@@ -1,15 +1,13 @@
 """``plan`` for published configurations: counts that were made by hand, from the numbers in each config.json."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from course.__main__ import main as course
 from course.cost.amounts import Part, messages, step_amount
 from course.cost.cost import step_cost
-from course.cost.links import LINKS, linked_machine
+from course.cost.links import linked_machine
 from tplab.checkpoint.config import config_of, without_quantisation
 from tplab.cli import main
 from tplab.memory import kv_bytes, parameter_bytes
@@ -112,17 +110,6 @@ def test_the_command_tells_it(raw, options, words, plan):
 def test_what_is_no_configuration_is_one_sentence(raw, words, plan):
     code, said = plan(raw)
     assert code == 2 and words in said and "Traceback" not in said
-
-
-def test_speed_is_predicted_of_a_published_configuration(tmp_path, capsys, monkeypatch):
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(PHI_4))
-    line = ["bench", "predict", "--config", str(file), "--tp", "8", "--dtype", "bfloat16"]
-    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=1 << 30))
-    assert course(line) == 0
-    out = capsys.readouterr().out
-    assert "this machine has 1.1 GB of memory, the weights need 29.3 GB" in out
-    assert [line.split()[3] for line in out.splitlines() if line.startswith("8 × H100, ")] == list(LINKS)
 
 
 def test_no_file_is_one_sentence(tmp_path, capsys):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from course.cost import steps
-from course.cost.outlook import link_rows
+from course.cost.links import link_rows
 from tplab import LLM
 
 
