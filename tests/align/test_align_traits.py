@@ -13,14 +13,14 @@ from tplab.checkpoint import open_checkpoint
 
 @pytest.fixture(scope="module", params=list(enumerate(TRAITS)), ids=lambda one: one[1])
 def case(request, tmp_path_factory):
-    """A model, and on how many ranks."""
+    """A model, on how many ranks, and in which dtype: by turns. The sweep of traits has float32."""
     at, name = request.param
-    return open_checkpoint(make_model(tmp_path_factory.mktemp("trait") / "m", **TRAITS[name])), 2 + at % 3
+    ckpt = open_checkpoint(make_model(tmp_path_factory.mktemp("trait") / "m", **TRAITS[name]))
+    return ckpt, 2 + at % 3, ("bfloat16", "float64")[at % 2]
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])  # trait_sweep.py has float32
-def test_a_healthy_engine_is_clean_at_every_point(case, dtype):
-    ckpt, tp = case
+def test_a_healthy_engine_is_clean_at_every_point(case):
+    ckpt, tp, dtype = case
     for dealt_out in [False, True][:1 + (ckpt.config.experts is not None)]:
         options = {"tensor_parallel_size": tp, "dtype": dtype, "logical": True, "enable_expert_parallel": dealt_out}
         whole, steps = (align(ckpt, prompts(71), **options), align_decode(ckpt, prompts(71), new_tokens=5, **options))

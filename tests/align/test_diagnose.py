@@ -39,7 +39,7 @@ def models(tmp_path_factory):
     def get(name):
         if name not in opened:
             folder = tmp_path_factory.mktemp("models") / "m"
-            opened[name] = open_checkpoint(make_checkpoint(folder, layers=3, seed=7, **MODELS[name])
+            opened[name] = open_checkpoint(make_checkpoint(folder, layers=2, seed=7, **MODELS[name])
                                            if name in MODELS else make_model(folder, **TRAITS[name]))
         return opened[name]
     return get
@@ -241,8 +241,8 @@ def lost_at(point, row, value, decoding):
 
     def wrong(self, *args):
         out = original(target)(self, *args)
-        calls[rank()] = calls.get(rank(), 0) + 1  # three layers, with two sums each
-        here = {"o_proj": calls[rank()] % 6 == 3, "mlp": calls[rank()] % 6 == 4, "v": calls[rank()] % 3 == 2}.get(
+        calls[rank()] = calls.get(rank(), 0) + 1  # two layers, with two sums each
+        here = {"o_proj": calls[rank()] % 4 == 3, "mlp": calls[rank()] % 4 == 0, "v": calls[rank()] % 2 == 0}.get(
             point, getattr(self, "layer", 1) == 1)
         rows = out[2] if point == "v" else out
         if here and (len(rows) <= 2) == decoding:
@@ -299,15 +299,15 @@ def test_a_row_of_the_cache_that_holds_another_is_one_finding(models, dtype):
     report = align_decode(models("llama"), prompts(67)[:1], new_tokens=6, dtype=dtype, logical=True,
                           patches=[Patch(target, batches), Patch(f"{ATTENTION}.attend_all", keeping)])
     (one,) = report.diagnoses
-    assert one.fault == "cache_row_stale" and one.where.startswith("layers 0–2: attn"), one
+    assert one.fault == "cache_row_stale" and one.where.startswith("layers 0–1: attn"), one
     assert "Row 3 of sequence 0's cache holds the key and value of token 2 of sequence 0" in one.sentence
 
 
 # The replay.
 
-@pytest.mark.parametrize("name", ["llama", "Qwen2-MoE with a window"])
-def test_a_bug_shows_the_same_in_a_layer_that_was_loaded_without_it(models, name, monkeypatch):
-    """A replay loads a layer once, and again only for bugs of loading."""
+@pytest.mark.parametrize("at, name", [*enumerate(["llama", "Qwen2-MoE with a window"])])
+def test_a_bug_shows_the_same_in_a_layer_that_was_loaded_without_it(models, at, name, monkeypatch):
+    """A replay loads a layer once, and again only for bugs of loading. Of the bugs, each model has every second one."""
     class Everything:
         def __contains__(self, target):
             return True
@@ -315,7 +315,7 @@ def test_a_bug_shows_the_same_in_a_layer_that_was_loaded_without_it(models, name
     report = broken(models(name), [fault("all_reduce_missing")], prompts(67))
     for point in ("layers.1.output", "logits"):
         made = report.judge.made(point)
-        for bug in report.judge.bugs:
+        for bug in report.judge.bugs[at::2]:
             kept, anew = outcomes(report.judge, point, bug, monkeypatch, Everything())
             assert kept == anew, bug.title
         assert report.judge.made(point) is made

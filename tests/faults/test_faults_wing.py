@@ -6,7 +6,7 @@ from helpers.trait_models import TRAITS
 from helpers.wing import SHOWN_ON, aligned, checked, model_of, named
 
 from tplab.checkpoint import open_checkpoint
-from tplab.faults import MUSEUM, WING, fault
+from tplab.faults import WING, fault
 
 
 @pytest.fixture(scope="module")
@@ -35,18 +35,11 @@ def test_it_shows_where_it_says_and_is_named(model, name):
     assert nothing_is_patched()
 
 
-@pytest.mark.parametrize("name", [name for name in WING if not MUSEUM[name].below_bfloat16])
-def test_in_bfloat16_and_on_three_ranks(model, name):
+@pytest.mark.parametrize("name", WING)
+def test_a_recording_that_holds_no_trace_point_names_it_in_bfloat16_on_three_ranks(model, name, tmp_path):
     one, ckpt = fault(name), model(SHOWN_ON[name])
     tp = 2 if one.why_not(ckpt.config, 3) else 3
-    report = aligned(ckpt, one, tp, "bfloat16")
-    assert named(report, one), report.diagnosis_lines()
-
-
-@pytest.mark.parametrize("name", WING)
-def test_a_recording_that_holds_no_trace_point_names_it(model, name, tmp_path):
-    one, ckpt = fault(name), model(SHOWN_ON[name])
-    report = checked(ckpt, one, 2, "float32" if one.below_bfloat16 else "bfloat16", tmp_path / "run")
+    report = checked(ckpt, one, tp, "float32" if one.below_bfloat16 else "bfloat16", tmp_path / "run")
     assert report.verdict == "bug" and named(report, one), report.diagnosis_lines()
 
 

@@ -1,10 +1,13 @@
 """What the tests of faults and of the diagnosis share: checkpoints in which every fault can show, and prompts."""
 
+from itertools import islice
+
 from helpers.checkpoints import make_checkpoint, shapes
 
 from tplab import patch
 from tplab.align.floors import RELATIVE
 from tplab.checkpoint import open_checkpoint
+from tplab.faults import fault
 from tplab.faults.scenarios import plain_prompts as prompts  # noqa: F401  (what tests call it)
 
 # model → number of ranks: partition, uneven heads, replication; biases, q/k norms, scaled RoPE, untied heads.
@@ -33,6 +36,13 @@ def case_checkpoint(name, folder):
         "mistral, untied": {"model_type": "mistral", "heads": 6, "kv_heads": 2, "vocab": 81},
     }[name]
     return open_checkpoint(make_checkpoint(folder / "m", **options, seed=4))
+
+
+def models_where(name, at, folder, cases=CASES, count=1):
+    """``[(checkpoint, ranks), …]``: the first ``count`` models in which a fault can show, from model ``at`` on."""
+    order = [*cases][at % len(cases):] + [*cases][:at % len(cases)]
+    opened = ((case_checkpoint(case, folder / str(n)), CASES[case]) for n, case in enumerate(order))
+    return [*islice((one for one in opened if fault(name).applies_to(one[0].config, one[1])), count)]
 
 
 def over_floor(report):

@@ -82,10 +82,10 @@ def in_pairs(self, x):
     return torch.cat([pairs, heads[turned:]]).flatten(0, 1)
 
 
-def of_layer_2(ckpt, plan, *args):
+def of_next_layer(ckpt, plan, *args):
     model = right_load_model(ckpt, plan, *args)
     for module in ("self_attn", "mlp"):
-        setattr(model.layers[0], module, copy.deepcopy(getattr(model.layers[2], module)))
+        setattr(model.layers[0], module, copy.deepcopy(getattr(model.layers[1], module)))
     model.layers[0].self_attn.layer = model.layers[0].mlp.layer = 0
     return model
 
@@ -98,7 +98,7 @@ variant("the weight of zeros", "weight_not_loaded", f"{ROW}.load",
 variant("stacked as [k|v|q]", "qkv_order", f"{QKV}.load", moved)
 variant("heads loaded in pairs", "rope_permuted_rows", f"{QKV}.load", loaded(f"{QKV}.load", in_pairs))
 variant("gate's source is up's", "gate_up_order", f"{COLUMN}.load", swapped)
-variant("blocks of layer 2", "wrong_layer", "align.gather.load_model", of_layer_2)
+variant("blocks of the next layer", "wrong_layer", "align.gather.load_model", of_next_layer)
 variant("columns of rank 0", "shard_of_another_rank", f"{ROW}.load", lambda self, which, source: getattr(
     self, which).data.copy_(source[:, :len(self.columns)] if which == "weight" else source[:]))
 

@@ -65,9 +65,12 @@ class Replay:
         row_of = {place: row for row, place in enumerate(recording.places)}
         self.ids = torch.tensor([recording.ids[s][p] for s, p in recording.places])
         self.logit_rows = [row_of[place] for place in recording.logit_places]
+        # Of each call, the rows of `logits` that it computes.
+        self._drawn = [[n for n, row in enumerate(self.logit_rows) if row in {*rows}] for rows in self.calls.rows]
         self._traces: dict[tuple[int, torch.dtype], dict[str, torch.Tensor]] = {}
         self._clean: dict[tuple, Made] = {}
         self._models: dict[tuple, TensorParallelCausalLM] = {}
+        self._held: dict[tuple, dict[str, list[torch.Tensor]]] = {}
 
     # The run's own values, as the plan deals them out.
 
@@ -87,6 +90,16 @@ class Replay:
             whole, _, known = whole_point(name, shards)
         where = {index: at for at, index in enumerate(known)}
         return whole[:, as_index([where[i] for i in wanted])] if set(wanted) <= where.keys() else None
+
+    def _held_by_call(self, rank: int, layer: int | None, dtype: torch.dtype) -> dict[str, list[torch.Tensor]]:
+        """Of each point of a layer that a rank recorded, its rows in each call."""
+        key = rank, layer, dtype
+        if key not in self._held:
+            points = {n: x.to(dtype) for n in self.recording.points if layer_of(n) == layer
+                      and (x := self.held(n, rank)) is not None}
+            self._held[key] = {n: [x[rows] for rows in (self._drawn if n == "logits" else self.calls.rows)]
+                               for n, x in points.items()}
+        return self._held[key]
 
     def into(self, name: str, rank: int, dtype: torch.dtype | None = None) -> torch.Tensor:
         """A rank's value at a point that goes into a layer: recorded, or by a clean replay of what is before it, in
@@ -135,7 +148,9 @@ class Replay:
         if layer is not None and blocks.filled:
             for s in {s for s, p in self.calls.absent if p < self.calls.known[s]}:  # before all ranks ask at once
                 self._trace(s, self._filling(dtype))
-        self._models = {key: model for key, model in self._models.items() if key[1] == layer}
+        for kept in (self._models, self._held):  # what belongs to other layers
+            for key in [key for key in kept if key[1] != layer]:
+                del kept[key]
         with torch.inference_mode(), applied(*patches, clean=True):
             found = logical_ranks(len(stage), self._on_rank, stage, layer, dtype, entering, blocks, until,
                                   any(patch.target.rpartition(".")[2] in _LOADING for patch in patches), timeout=30.0)
@@ -159,8 +174,6 @@ class Replay:
                  blocks: Blocks, until: str | None, anew: bool) -> dict[str, torch.Tensor]:
         rank = stage[this_rank()]
         model = self._model(rank, stage, layer, dtype, anew)
-        given = {n: x.to(dtype) for n in self.recording.points if layer_of(n) == layer
-                 and (x := self.held(n, rank)) is not None}
         cache = None
         if layer is not None and not self.calls.plain:
             cache = PagedKVCache(self.config.num_layers, blocks.num_blocks, blocks.block_size,
@@ -168,9 +181,9 @@ class Replay:
             if blocks.filled:
                 self._fill(cache, layer, rank, dtype)
         parts: dict[str, list[torch.Tensor]] = {}
-        for rows, segments in zip(self.calls.rows, blocks.segments):
-            drawn = [n for n, row in enumerate(self.logit_rows) if row in set(rows)]
-            here = {n: x[drawn if n == "logits" else rows] for n, x in given.items()}
+        for call, (rows, segments) in enumerate(zip(self.calls.rows, blocks.segments)):
+            drawn = self._drawn[call]
+            here = {n: calls[call] for n, calls in self._held_by_call(rank, layer, dtype).items()}
             with suppress(_Passed), traced(_Until(here, until)) as points:
                 if layer is None:
                     point("embed", model.embed(self.ids[rows]))
@@ -186,8 +199,7 @@ class Replay:
                 parts.setdefault(name, []).append(x)
         # Rows come call by call; back to the recording's order.
         back = torch.tensor([row for rows in self.calls.rows for row in rows]).argsort()
-        drawn = torch.tensor([n for rows in self.calls.rows for n, row in enumerate(self.logit_rows)
-                              if row in set(rows)], dtype=torch.long).argsort()
+        drawn = torch.tensor([n for call in self._drawn for n in call], dtype=torch.long).argsort()
         made = {name: torch.cat(each)[drawn if name == "logits" else back] for name, each in parts.items()}
         return made | {REDUCES: torch.tensor([record.started for record in op_log() if record.op == "all_reduce"])}
 
