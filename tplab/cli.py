@@ -5,129 +5,108 @@ interrupted. A command imports only what it needs, so that ``--help`` is quick.
 """
 
 import argparse
-import errno
+import json
 import os
 import sys
 import textwrap
+from itertools import groupby
+from operator import attrgetter
+from pathlib import Path
 
 from tplab import __version__
 from tplab.checks import counted
 from tplab.errors import TplabError
-from tplab.files import check_working_folder, check_writable, replace_unprintable, write_file
 
 MODEL = "fable, fable-moe, smollm2, a folder, or a hub id such as Qwen/Qwen2.5-0.5B-Instruct"
 EXPERTS = "give each rank whole experts, not a part of each"
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line long."""
-
-    def error(self, message):
-        print(f"{self.prog}: {message} (see {self.prog} --help)", file=sys.stderr)
-        sys.exit(2)
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    replace_unprintable()
+    chosen = build_parser().parse_args(arguments)
     try:
-        parser = build_parser()
-        chosen, unknown = parser.parse_known_args(arguments)
-        if unknown:
-            chosen.parser.error(f"unrecognized arguments: {' '.join(unknown)}")
-        check_working_folder()
         code = chosen.run(chosen)
-        if sys.stdout is not None:
-            sys.stdout.flush()  # so a full disk is reported here, not when Python ends
+        print(end="", flush=True)  # what cannot be written is reported here, not when Python ends
         return code
-    except TplabError as error:
-        words = "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in str(error))
-        print(f"tplab: {words}", file=sys.stderr)  # file names may hold control characters
+    except BrokenPipeError:  # `tplab … | head`: the reader has closed the pipe
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would try again when it ends
+        return 0
+    except (TplabError, OSError) as error:
+        print(f"tplab: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    except OSError as error:
-        if error.errno not in (errno.EPIPE, errno.ENOSPC):
-            raise
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would try again when it ends
-        if error.errno == errno.EPIPE:  # `tplab … | head`: the reader has closed the pipe
-            return 0
-        print(f"tplab: {error.strerror}", file=sys.stderr)
-        return 2
 
 
 def build_parser() -> argparse.ArgumentParser:
     """All commands with their options."""
-    called = "tplab" if os.path.basename(sys.argv[0]) == "tplab" else "python -m tplab"
-    parser = _Parser(prog=called,
-                     description="Tensor-parallel LLM inference, measured against Hugging Face.", allow_abbrev=False)
-    parser.set_defaults(run=lambda chosen: parser.print_help() or 0, parser=parser)
+    parser = argparse.ArgumentParser(prog="tplab", allow_abbrev=False,
+                                     description="Tensor-parallel LLM inference, measured against Hugging Face.")
+    parser.set_defaults(run=lambda chosen: parser.print_help() or 0)
     parser.add_argument("--version", action="version", version=f"tplab {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
 
-    def command(name, run, about, *, model=True, tp=True):
-        made = commands.add_parser(name, help=about[0].lower() + about[1:].rstrip("."), description=about,
-                                   allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
-        made.set_defaults(run=run, parser=made)
+    def command(name, run, about, *, on_ranks=True, model=True):
+        new = commands.add_parser(name, help=about[0].lower() + about[1:].rstrip("."), description=about,
+                                  allow_abbrev=False)
+        new.set_defaults(run=run)
         if model:
-            made.add_argument("model", metavar="MODEL", help=MODEL)
-        if tp:
-            made.add_argument("--tp", type=int, default=2, metavar="N", help="number of ranks (2)")
-        return made
+            new.add_argument("model", metavar="MODEL", help=MODEL)
+        if on_ranks:
+            new.add_argument("--tp", type=int, default=2, metavar="N", help="number of ranks (2)")
+            new.add_argument("--dtype", default="float32", help="float32, float64 or bfloat16 (float32)")
+        return new.add_argument, new
 
-    one = command("plan", plan, "Show what each rank holds (heads, MLP columns, vocabulary rows) and the memory that "
-                  "it needs.", model=False)
-    which = one.add_mutually_exclusive_group(required=True)
+    option, planning = command("plan", plan, "Show what each rank holds (heads, MLP columns, vocabulary rows) and the "
+                               "memory that it needs.", model=False)
+    which = planning.add_mutually_exclusive_group(required=True)
     which.add_argument("model", metavar="MODEL", nargs="?", help=MODEL)
     which.add_argument("--config", metavar="FILE", help="the config.json of a published model, without its weights")
-    one.add_argument("--expert-parallel", action="store_true", help=EXPERTS)
-    one.add_argument("--dtype", default="float32", help="float32, float64 or bfloat16 (float32)")
+    option("--expert-parallel", action="store_true", help=EXPERTS)
 
-    one = command("align", align, "Compare every trace point with Hugging Face's. Exit code 1 if outside the floor.")
-    one.add_argument("--dtype", default="float32", help="float32, float64 or bfloat16 (float32)")
-    what = one.add_mutually_exclusive_group()
+    option, aligning = command("align", align, "Compare every trace point with Hugging Face's. Exit code 1 if outside "
+                               "the floor.")
+    what = aligning.add_mutually_exclusive_group()
     what.add_argument("--prompt", metavar="TEXT", help="the text (a built-in one); - reads standard input")
     what.add_argument("--ids", metavar="1,2,3", help="token ids instead of a text")
-    one.add_argument("--fault", nargs="+", action="extend", default=[], metavar="NAME",
-                     help="break the engine with these faults of the museum first")
-    one.add_argument("--expert-parallel", action="store_true", help=EXPERTS)
-    one.add_argument("--fast", action="store_true", help="instead, compare the fast path's results with float64: "
-                     "hidden states, logits, keys and values")
-    one.add_argument("--json", metavar="FILE", help="write the whole report")
-    one.add_argument("--save", metavar="FILE.safetensors", help="write tp_logits and hf_logits, [tokens, vocab]")
+    option("--fault", nargs="+", action="extend", default=[], metavar="NAME",
+           help="break the engine with these faults of the museum first")
+    option("--expert-parallel", action="store_true", help=EXPERTS)
+    option("--fast", action="store_true",
+           help="instead, compare the fast path's results with float64: hidden states, logits, keys and values")
+    option("--json", metavar="FILE", help="write the whole report")
+    option("--save", metavar="FILE.safetensors", help="write tp_logits and hf_logits, [tokens, vocab]")
 
-    one = command("check", check, "Check any engine by the folder that tplab/record.py wrote beside it. What is told "
-                  "(rec.inputs, --name, --layout) is believed and judged; the rest is found by names and sizes; where "
-                  "these do not decide, one question is asked. Exit code 1: a bug; 2: the recording does not tell.",
-                  model=False, tp=False)
-    one.add_argument("folder", metavar="FOLDER", help="the folder that record(...) wrote")
-    one.add_argument("--model", required=True, metavar="MODEL", help=f"the checkpoint that the engine runs: {MODEL}")
-    one.add_argument("--name", nargs="+", action="extend", default=[], metavar="PATTERN=POINT",
-                     help="what tensors are, if their names say nothing: blocks.{i}.mix.out=o_proj; "
-                     "'draft.*=' leaves tensors out")
-    one.add_argument("--layout", nargs="+", action="extend", default=[], metavar="WORD",
-                     help="pairs: the numbers in each head of q and k lie in pairs, as in Meta's own files; groups: a "
-                     "fused q|k|v lies KV head by KV head")
-    one.add_argument("--json", metavar="FILE", help="write the whole report")
+    option, _ = command("check", check, "Check any engine by the folder that tplab/record.py wrote beside it. What is "
+                        "told (rec.inputs, --name, --layout) is believed and judged; the rest is found by names and "
+                        "sizes; where these do not decide, one question is asked. Exit code 1: a bug; 2: the recording "
+                        "does not tell.", on_ranks=False, model=False)
+    option("folder", metavar="FOLDER", help="the folder that record(...) wrote")
+    option("--model", required=True, metavar="MODEL", help=f"the checkpoint that the engine runs: {MODEL}")
+    option("--name", nargs="+", action="extend", default=[], metavar="PATTERN=POINT",
+           help="what tensors are, if their names do not say it: blocks.{i}.mix.out=o_proj; 'draft.*=' leaves some out")
+    option("--layout", nargs="+", action="extend", default=[], metavar="WORD",
+           help="pairs: the numbers in each head of q and k lie in pairs, as in Meta's own files; groups: a fused "
+                "q|k|v lies KV head by KV head")
+    option("--json", metavar="FILE", help="write the whole report")
 
-    listed = command("faults", faults, "List the museum of bugs, or show some of them with their code.",
-                     model=False, tp=False)
-    listed.add_argument("names", nargs="*", metavar="NAME", help="faults to show with broken and right code")
+    option, _ = command("faults", faults, "List the museum of bugs, or show some of them with their code.",
+                        on_ranks=False, model=False)
+    option("names", nargs="*", metavar="NAME", help="faults to show with broken and right code")
 
-    fetching = command("fetch", fetch, "Get a real model once, into the user's cache.", model=False, tp=False)
-    fetching.add_argument("model", metavar="MODEL", help="smollm2")
+    option, _ = command("fetch", fetch, "Get a real model once, into the user's cache.", on_ranks=False, model=False)
+    option("model", metavar="MODEL", help="smollm2")
 
-    one = command("generate", generate, "Continue a prompt on tensor-parallel ranks, printed as it is generated.")
-    one.add_argument("--prompt", metavar="TEXT", required=True, help="the text; - reads standard input")
-    one.add_argument("--chat", action="store_true", help="the prompt is a user's message, by the model's chat template")
-    one.add_argument("--max-tokens", type=int, default=128, metavar="N", help="the most new tokens (128)")
-    one.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (0)")
-    one.add_argument("--seed", type=int, metavar="S", help="the same seed gives the same text")
-    one.add_argument("--dtype", default="float32", help="float32, float64 or bfloat16 (float32)")
-    one.add_argument("--batch-invariant", action="store_true", help="the same bits in any batch, on any ranks")
-    one.add_argument("--num-speculative-tokens", type=int, default=0, metavar="N",
-                     help="the most draft tokens in a step; those that the model itself chooses are kept (0)")
-    one.add_argument("--json", metavar="FILE", help="write prompt, text, token ids and metrics")
+    option, _ = command("generate", generate, "Continue a prompt on tensor-parallel ranks, printed as it is generated.")
+    option("--prompt", metavar="TEXT", required=True, help="the text; - reads standard input")
+    option("--chat", action="store_true", help="the prompt is a user's message, by the model's chat template")
+    option("--max-tokens", type=int, default=128, metavar="N", help="the most new tokens (128)")
+    option("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (0)")
+    option("--seed", type=int, metavar="S", help="the same seed gives the same text")
+    option("--batch-invariant", action="store_true", help="the same bits in any batch, on any ranks")
+    option("--num-speculative-tokens", type=int, default=0, metavar="N",
+           help="the most draft tokens in a step; those that the model itself chooses are kept (0)")
+    option("--json", metavar="FILE", help="write prompt, text, token ids and metrics")
     return parser
 
 
@@ -155,7 +134,7 @@ def plan(chosen) -> int:
 def align(chosen) -> int:
     _check_writable(chosen.json, chosen.save)
     prompt = _read_prompt(chosen.prompt) if chosen.ids is None else _parse_ids(chosen.ids)
-    from tplab.align import align, align_decode, diagnose
+    from tplab.align import align, align_decode, align_fast, diagnose
     from tplab.checkpoint import open_checkpoint
     from tplab.checkpoint.prompts import default_prompt
     from tplab.faults import fault, scenario
@@ -163,8 +142,13 @@ def align(chosen) -> int:
     broken = [fault(name) for name in chosen.fault]
     ckpt = open_checkpoint(chosen.model)
     if chosen.fast:
-        return _align_fast(chosen, ckpt, default_prompt(ckpt) if prompt is None else prompt)
-    decoding = [one.name for one in broken if one.shows_in == "decode"]
+        if unfit := [name for name in ("fault", "json", "save") if getattr(chosen, name)]:
+            raise TplabError(f"--fast compares the healthy engine and writes no file; leave out --{unfit[0]}")
+        ends = align_fast(ckpt, default_prompt(ckpt) if prompt is None else prompt, tensor_parallel_size=chosen.tp,
+                          dtype=chosen.dtype)
+        print(ends)
+        return 0 if ends.ok else 1
+    decoding = [bug.name for bug in broken if bug.shows_in == "decode"]
     if prompt is not None or not decoding:
         run = {"prompts": default_prompt(ckpt) if prompt is None else prompt}
     else:
@@ -173,13 +157,13 @@ def align(chosen) -> int:
     if decoding:
         print("note: the decode path is compared, one token at a time; a forward pass does not show these faults")
     run["enable_expert_parallel"] = chosen.expert_parallel
-    for one in broken:
-        run |= {} if one.why_not(ckpt.config, chosen.tp) else one.options
+    for bug in broken:
+        run |= {} if bug.why_not(ckpt.config, chosen.tp) else bug.options
     report = (align_decode if decoding else align)(ckpt, **run, tensor_parallel_size=chosen.tp, dtype=chosen.dtype,
                                                    patches=broken)
-    for one in broken:
-        if why := one.why_not(ckpt.config, chosen.tp):
-            print(f"note: {one.name} changes nothing here: {why}")
+    for bug in broken:
+        if why := bug.why_not(ckpt.config, chosen.tp):
+            print(f"note: {bug.name} changes nothing here: {why}")
     print(report.summary())
     if report.load_stats:
         print("read from the checkpoint: " + ", ".join(
@@ -192,16 +176,6 @@ def align(chosen) -> int:
         report.to_json(chosen.json)
     if chosen.save is not None:
         report.save_logits(chosen.save)
-    return 0 if report.ok else 1
-
-
-def _align_fast(chosen, ckpt, prompt) -> int:
-    from tplab.align import align_fast
-
-    if unfit := [name for name in ("fault", "json", "save") if getattr(chosen, name)]:
-        raise TplabError(f"--fast compares the healthy engine and writes no file; leave out --{unfit[0]}")
-    report = align_fast(ckpt, prompt, tensor_parallel_size=chosen.tp, dtype=chosen.dtype)
-    print(report)
     return 0 if report.ok else 1
 
 
@@ -225,14 +199,13 @@ def faults(chosen) -> int:
     from tplab.faults import MUSEUM, fault
 
     if not chosen.names:
-        for notebook in dict.fromkeys(one.notebook for one in MUSEUM.values()):
-            print(notebook)
-            print("\n".join(f"  {one.name:30}{one.title}" for one in MUSEUM.values() if one.notebook == notebook))
+        for notebook, group in groupby(sorted(MUSEUM.values(), key=attrgetter("notebook")), attrgetter("notebook")):
+            print("\n".join([notebook, *(f"  {bug.name:30}{bug.title}" for bug in group)]))
         return 0
-    for one in [fault(name) for name in chosen.names]:
-        parts = [str(one), textwrap.fill(one.symptom, 90), f"first point: {one.first_point}; notebook: {one.notebook}",
-                 "broken:\n" + textwrap.indent(one.broken, "    "), "right:\n" + textwrap.indent(one.right, "    "),
-                 *(f"seen in the wild: {text}\n  {link}" for text, link in one.sightings)]
+    for bug in [fault(name) for name in chosen.names]:
+        parts = [str(bug), textwrap.fill(bug.symptom, 90), f"first point: {bug.first_point}; notebook: {bug.notebook}",
+                 "broken:\n" + textwrap.indent(bug.broken, "    "), "right:\n" + textwrap.indent(bug.right, "    "),
+                 *(f"seen in the wild: {text}\n  {link}" for text, link in bug.sightings)]
         print("\n\n".join(parts) + "\n")
     return 0
 
@@ -250,8 +223,6 @@ def generate(chosen) -> int:
     prompt = _read_prompt(chosen.prompt)
     if not prompt.strip():
         raise TplabError("the prompt is empty; give a text")
-    import json
-
     from tplab.llm import SamplingParams, open_llm
 
     params = SamplingParams(max_tokens=chosen.max_tokens, temperature=chosen.temperature, seed=chosen.seed)
@@ -271,7 +242,7 @@ def generate(chosen) -> int:
           f"{metrics.tokens_per_second:.0f} tokens/s, {counted(llm.plan.tensor_parallel_size, 'rank')}]",
           file=sys.stderr)
     if chosen.json is not None:
-        write_file(chosen.json, lambda new: new.write_text(json.dumps(chunk.output.to_dict(), indent=1)))
+        Path(chosen.json).write_text(json.dumps(chunk.output.to_dict(), indent=1))
     return 0
 
 
@@ -308,19 +279,14 @@ def _parse_ids(text: str) -> list[int]:
 
 def _read_prompt(text: str | None) -> str | None:
     """What ``--prompt`` stands for: itself, or with ``-`` all of standard input without its last line's end."""
-    if text != "-":
-        return text
-    if sys.stdin is None:
-        raise TplabError("--prompt - reads standard input, which is closed")
     try:
-        return sys.stdin.buffer.read().decode().removesuffix("\n").removesuffix("\r")
+        return sys.stdin.read().removesuffix("\n") if text == "-" else text
     except UnicodeDecodeError as error:
-        raise TplabError(f"standard input is not UTF-8: {error.reason} at byte {error.start}") from None
+        raise TplabError(f"standard input is no text: {error}") from None
 
 
 def _check_writable(*paths: str | None) -> None:
-    given = [path for path in paths if path is not None]
-    for path in given:
-        check_writable(path)
-    if len({os.path.realpath(path) for path in given}) < len(given):
-        raise TplabError(f"--json and --save would both write {given[0]}; give them two names")
+    """Before minutes of work."""
+    for path in paths:
+        if path is not None and (os.path.isdir(path) or not os.access(os.path.dirname(os.path.abspath(path)), os.W_OK)):
+            raise TplabError(f"{path} cannot be written; give the name of a file, in a folder that can be written")

@@ -10,15 +10,12 @@ from course.cost import command as bench_command
 from course.lab import batch, report, score_command
 from tplab.cli import MODEL
 from tplab.errors import TplabError
-from tplab.files import check_working_folder, replace_unprintable
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    replace_unprintable()
     chosen = build_parser().parse_args(arguments)
     try:
-        check_working_folder()
         return chosen.run(chosen)
     except TplabError as error:
         print(f"course: {error}", file=sys.stderr)

@@ -16,7 +16,6 @@ from tplab.align.points import layout
 from tplab.align.recording import Recording
 from tplab.checkpoint import Checkpoint
 from tplab.engine.step import SchedulerOutput
-from tplab.files import write_file
 from tplab.model import LoadStats
 from tplab.ranks import OpRecord
 from tplab.shard import ShardPlan
@@ -234,12 +233,10 @@ class AlignReport:
                 return {key: clean(item) for key, item in value.items()}
             return [clean(item) for item in value] if isinstance(value, (list, tuple)) else value
 
-        text = json.dumps(clean(self.to_dict()), indent=1)
-        write_file(path, lambda new: new.write_text(text))
+        Path(path).write_text(json.dumps(clean(self.to_dict()), indent=1))
 
     def save_logits(self, path: str | Path) -> None:
         """Write ``tp_logits`` and ``hf_logits``, each ``[tokens, vocab]``, as safetensors."""
-        from safetensors.torch import save
+        from safetensors.torch import save_file
 
-        data = save({"tp_logits": self.tp_logits.contiguous(), "hf_logits": self.hf_logits.contiguous()})
-        write_file(path, lambda new: new.write_bytes(data))
+        save_file({"tp_logits": self.tp_logits.contiguous(), "hf_logits": self.hf_logits.contiguous()}, path)

@@ -11,7 +11,6 @@ from pathlib import Path
 from textwrap import dedent
 
 from tplab.errors import TplabError
-from tplab.files import write_file
 
 SOLVED: dict[str, Callable] = {}  # the answers that passed in this process, the latest of each exercise
 _LONGEST = 20_000  # characters of an answer's cell that are kept
@@ -65,7 +64,9 @@ def note(name: str, answer: Callable, passed: bool) -> None:
         path().parent.mkdir(parents=True, exist_ok=True)
         kept = load()
         kept[name] = {"solved": time.strftime("%Y-%m-%d %H:%M"), **kept.get(name, {}), "code": source(answer)}
-        write_file(path(), lambda new: new.write_text(json.dumps(kept, indent=1), encoding="utf-8"))
+        draft = path().with_suffix(".draft")
+        draft.write_text(json.dumps(kept, indent=1), encoding="utf-8")
+        draft.replace(path())  # whole or not at all
     except (TplabError, OSError) as error:
         print(f"(progress is not kept: {error})")
 

@@ -15,7 +15,6 @@ from importlib import metadata
 from pathlib import Path
 
 from tplab.errors import TplabError
-from tplab.files import replace_unprintable
 
 ROOT = Path(__file__).resolve().parents[3]
 PYTHON = shlex.quote(sys.executable)
@@ -159,7 +158,6 @@ def _sum_of_ranks():
 
 
 def main():
-    replace_unprintable()
     failed = False
     for examine in (machine, packages, fast_path, kernel, models, ranks):
         for finding in examine():

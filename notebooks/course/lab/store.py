@@ -9,8 +9,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tplab.files import write_file
-
 
 def stored(notebook, folder: Path):
     """The nbformat node executed in ``folder``, cleaned. Raises nbconvert's CellExecutionError if a cell fails."""
@@ -41,7 +39,7 @@ def main(paths: list[str]) -> None:
             if not path.is_file():
                 raise SystemExit(f"there is no notebook {path}")
             done = stored(nbformat.read(path, as_version=4), path.resolve().parent)
-            write_file(path, lambda new, done=done: nbformat.write(done, new))
+            nbformat.write(done, path)
             print(f"stored {path}")
 
 

@@ -22,7 +22,6 @@ from pathlib import Path
 from pytest import ExitCode
 
 from tplab.checkpoint import CheckpointError, fetch
-from tplab.files import replace_unprintable
 from tplab.pool import available_cores
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -121,7 +120,6 @@ def main(parts: dict[str, tuple[dict, list[str]]] = PARTS) -> str | None:
 
 
 if __name__ == "__main__":
-    replace_unprintable()
     try:
         forms = FORMS | (notebooks_in_forms() if "all" in sys.argv[1:] else {})
         sys.exit(in_a_browser() if "--browser" in sys.argv[1:] else main(forms if "--forms" in sys.argv[1:] else PARTS))

@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 from tplab.errors import TplabError
-from tplab.files import write_file
 
 ROOT = Path(__file__).resolve().parents[3]
 ORIGINALS, COPIES = ROOT / "notebooks", ROOT / "my_notebooks"
@@ -24,7 +23,7 @@ NOT_COPIED = {".ipynb_checkpoints", "__pycache__", "course", "pyproject.toml", "
 def refresh(originals: Path, copies: Path) -> list[str]:
     """Bring ``copies`` up to date with the folder ``originals``; returns the edited ones whose original is newer.
 
-    Raises OSError or `TplabError` if the copies cannot be written, `TplabError` if what was recorded cannot be read.
+    Raises OSError if the copies cannot be written, `TplabError` if what was recorded cannot be read.
     """
     record, newer = copies / SEEN, []
     seen = _read(record) if record.exists() else {}
@@ -39,10 +38,17 @@ def refresh(originals: Path, copies: Path) -> list[str]:
             newer.append(name)
             continue
         copy.parent.mkdir(parents=True, exist_ok=True)
-        write_file(copy, lambda new, original=original: new.write_bytes(_without_outputs(original)))
+        _write(copy, _without_outputs(original))
         seen[name] = now
-    write_file(record, lambda new: new.write_text(json.dumps(seen, indent=1), encoding="utf-8"))
+    _write(record, json.dumps(seen, indent=1).encode())
     return newer
+
+
+def _write(path: Path, content: bytes) -> None:
+    """A half-written copy would look like a learner's work: the file is renamed when it is whole."""
+    draft = path.with_name(f".{path.name}.draft")
+    draft.write_bytes(content)
+    draft.replace(path)
 
 
 def _without_outputs(path: Path) -> bytes:
