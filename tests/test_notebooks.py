@@ -122,7 +122,7 @@ def is_run_again(cell):
 def solving(notebook):
     """The cells of the run with the solutions: up to the last check, what uses a learner's work, and what that needs.
 
-    nbval runs the others, too, and ``.ci/run`` on three ranks."""
+    nbval runs the others, too."""
     last = max(at for at, cell in enumerate(notebook.cells) if "check" in cell.metadata.get("tags", []))
     cells = [(cell, *names(cell)) for cell in notebook.cells[: last + 1] if is_run_again(cell)]
     mine, needed, run = set(), {"model", "tensor_parallel_size"}, []
