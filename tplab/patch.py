@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 from tplab.checks import quoted
 from tplab.errors import TplabError
@@ -33,48 +34,36 @@ class Patch:
         return (self,)
 
 
-@dataclass
-class _Place:
-    """A name that is replaced right now, and what stood there."""
-
-    owner: object
-    name: str
-    original: object
-    inherited: bool
-
-    def put(self, patch: Patch | None) -> None:
-        """Have the patch's replacement stand at the name; the original if there is none."""
-        if patch is not None:
-            kind, new = type(self.original), patch.replacement
-            setattr(self.owner, self.name, kind(new) if kind in (staticmethod, classmethod) else new)
-        elif not self.inherited:
-            setattr(self.owner, self.name, self.original)
-        elif self.name in vars(self.owner):
-            delattr(self.owner, self.name)
-
-
 # Logical ranks are threads of one process: each applies the same patches, and the first one to finish must not take
 # them away from the others. So all blocks that have been entered are listed, and of one name the last block's counts.
+_Key = tuple[object, str]  # a module or class, and a name in it
 _lock = threading.RLock()
-_blocks: list[dict[tuple[int, str], Patch]] = []  # of each block its patches, by place
-_places: dict[tuple[int, str], _Place] = {}
+_blocks: list[dict[_Key, Patch]] = []  # of each block its patches
+_originals: dict[_Key, tuple[object, bool]] = {}  # what stands there in the clean engine; whether it is inherited
 
 
-def _settle() -> dict[tuple[int, str], Patch]:
-    """Have stand at each name what the blocks say; returns that. An interrupt may cut it short: the next call does all
-    of it again."""
-    wanted: dict[tuple[int, str], Patch] = {}
-    for block in _blocks:
-        wanted |= block
-    for key, place in list(_places.items()):
-        place.put(wanted.get(key))
-        if key not in wanted:
-            del _places[key]
-    return wanted
+def _wanted() -> dict[_Key, Patch]:
+    return {key: patch for block in _blocks for key, patch in block.items()}
 
 
-def _place(target: str) -> tuple[tuple[int, str], _Place]:
-    """The place that ``target`` names, and its key."""
+def _settle() -> None:
+    """Have stand at each name what the blocks say. An interrupt may cut it short: the next call does all of it again.
+    """
+    wanted = _wanted()
+    for (owner, name), (right, is_inherited) in list(_originals.items()):
+        if patch := wanted.get((owner, name)):
+            kind, new = type(right), patch.replacement
+            setattr(owner, name, kind(new) if kind in (staticmethod, classmethod) else new)
+            continue
+        if not is_inherited:
+            setattr(owner, name, right)
+        elif name in vars(owner):
+            delattr(owner, name)
+        del _originals[owner, name]
+
+
+def _find(target: str) -> tuple[_Key, tuple[object, bool]]:
+    """The place that ``target`` names, and what ``_originals`` has or would have for it."""
     parts = target.split(".")
     if parts[0] != "tplab":
         raise PatchError(f"only names below 'tplab' can be patched, not {target!r}")
@@ -91,22 +80,20 @@ def _place(target: str) -> tuple[tuple[int, str], _Place]:
     if owner is None or not callable(getattr(owner, parts[-1], None)):
         raise PatchError(f"there is no function {target!r}; {module.__name__} has " + ", ".join(
             sorted(n for n, v in vars(owner or module).items() if inspect.isfunction(v))))
-    key = id(owner), parts[-1]
-    return key, _places.get(key) or _Place(owner, parts[-1], inspect.getattr_static(owner, parts[-1]),
-                                           parts[-1] not in vars(owner))
+    key = owner, parts[-1]
+    return key, _originals.get(key) or (inspect.getattr_static(*key), parts[-1] not in vars(owner))
 
 
 def original(target: str) -> Callable:
     """The function that ``target`` names in the clean engine, whether or not a patch stands there now."""
     with _lock:
-        right = _place(target)[1].original
+        right: Any = _find(target)[1][0]
     return right.__func__ if isinstance(right, (staticmethod, classmethod)) else right
 
 
 def in_force() -> tuple[Patch, ...]:
     """The patches that stand in this process now, one per replaced name. A pool sends them along with every run."""
-    with _lock:
-        return tuple(_settle().values()) if _places else ()
+    return tuple(_wanted().values()) if _blocks else ()
 
 
 def _check_call(target: str, replacement: Callable) -> None:
@@ -141,15 +128,15 @@ def applied(*patchables, clean: bool = False) -> Iterator[None]:
     thread has left. ``clean``: the patches of the blocks around this one rest. Raises PatchError if a target does not
     exist, or a replacement's parameters do not fit.
     """
-    block: dict[tuple[int, str], Patch] = {}
+    block: dict[_Key, Patch] = {}
     try:
         with _lock:
             if clean:
-                block = {key: Patch(patch.target, original(patch.target)) for key, patch in _settle().items()}
+                block = {key: Patch(patch.target, original(patch.target)) for key, patch in _wanted().items()}
             for patch in as_patches(patchables):
-                key, place = _place(patch.target)
+                key, right = _find(patch.target)
                 _check_call(patch.target, patch.replacement)
-                _places[key], block[key] = place, patch
+                _originals[key], block[key] = right, patch
             _blocks.append(block)
             _settle()
         yield

@@ -56,4 +56,4 @@ def over_floor(report):
 
 def nothing_is_patched():
     """Whether the engine of this process is clean."""
-    return not patch._places
+    return not patch._originals
