@@ -4,9 +4,9 @@
 remembers, and ``course.fable.train`` makes the checkpoint.
 """
 
-from course.fable.grammar import Reference, Story, stories
+from course.fable.grammar import Story, stories
 from tplab.checkpoint.names import EMBEDDED
 
 CHECKPOINT = EMBEDDED["fable"]
 
-__all__ = ["CHECKPOINT", "Reference", "Story", "stories"]
+__all__ = ["CHECKPOINT", "Story", "stories"]

@@ -6,8 +6,8 @@ right. So a model that continues the opening must remember them.
 """
 
 import re
-from dataclasses import dataclass
 from random import Random
+from typing import NamedTuple
 from zlib import crc32
 
 from course.fable import plots, words
@@ -24,19 +24,9 @@ _HELD_OUT_BUCKETS = 8
 SLOT = re.compile(r"{(\w+)}")
 
 
-@dataclass(frozen=True)
-class Reference:
-    """One word in the body of a story that the opening has fixed: ``text[start:end] == word``."""
-
-    kind: str  # name, animal, colour, place or thing
-    word: str
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Story:
-    """A story: ``text`` begins with ``opening``; ``references`` lists the back-references of the rest in order.
+class Story(NamedTuple):
+    """A story: ``text`` begins with ``opening``; ``references`` are the words of the rest that the opening has fixed,
+    as ``(kind, word)`` in their order.
 
     ``facts`` maps hero, friend, pet, pet_colour, thing, thing_colour, home and away to their words.
     """
@@ -44,12 +34,13 @@ class Story:
     text: str
     opening: str
     plot: str
-    facts: dict
-    references: tuple
+    facts: dict[str, str]
+    references: tuple[tuple[str, str], ...]
 
     @property
-    def body(self):
-        return self.text[len(self.opening) :]
+    def body(self) -> str:
+        """What follows the opening."""
+        return self.text[len(self.opening):]
 
 
 def stories(split: str, n: int, seed: int = 0) -> list[Story]:
@@ -108,17 +99,8 @@ def _story(split, rng):
     plot = _pick(rng, plots.PLOTS)
     event, beats = plots.PLOTS[plot]
     opening = " ".join([_variant(rng, beat) for beat in plots.OPENING] + [event]).format(**fill)
-    text, references = opening, []
-    for beat in beats:
-        text += " "
-        at = 0
-        variant = _variant(rng, beat)
-        for slot in SLOT.finditer(variant):
-            text += variant[at : slot.start()] + fill[slot[1]]
-            at = slot.end()
-            if slot[1] in KINDS:
-                word = fill[slot[1]]
-                references.append(Reference(KINDS[slot[1]], word, len(text) - len(word), len(text)))
-        text += variant[at:]
-    return Story(text, opening, plot, facts, tuple(references))
-
+    variants = [_variant(rng, beat) for beat in beats]
+    text = " ".join([opening, *(variant.format(**fill) for variant in variants)])
+    references = tuple((KINDS[slot], fill[slot]) for variant in variants for slot in SLOT.findall(variant)
+                       if slot in KINDS)
+    return Story(text, opening, plot, facts, references)

@@ -1,59 +1,60 @@
 """How well a model remembers: ``python -m course.fable.recall [--stories N]``.
 
-The model is given the openings of held-out stories and continues them greedily. The grammar reads the
-continuation and checks, at each reference of the plot, whether it has the right name, animal, colour, place or thing. A
-right model is right nearly everywhere; with a broken cache or wrong positions it names wrong ones, or writes nonsense.
+The model is given the openings of held-out stories and continues them greedily. The sentences of the plot are searched
+in the continuation, and each name, animal, colour, place and thing in them must be the one that the opening has
+introduced. A right model is right nearly everywhere; with a broken cache or wrong positions it names wrong ones, or
+writes nonsense.
 """
 
 import argparse
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from course.fable import CHECKPOINT, Story, stories
-from course.fable.reading import Reading, read
+from course.fable import CHECKPOINT, Story, plots, stories, words
+from course.fable.grammar import KINDS, SLOT
 from tplab.errors import TplabError
 
 # A body is at most about 150 tokens long. A longer continuation is no body of the plot.
 MAX_NEW_TOKENS = 192
-BATCH_SIZE = 64
 EOS = "<|endoftext|>"
+_DETAILS = {"she": ("she", "he"), "she_cap": ("She", "He"), "sound": words.ANIMALS.values(),
+            "spot": words.PLACES.values(), "used": words.THINGS.values(), "dusk": words.WEATHERS.values()}
 
 Generate = Callable[[list[list[int]], int], Sequence[Sequence[int]]]
 
 
-@dataclass(frozen=True)
-class RecallReport:
-    """What became of the stories; ``str(report)`` is a small table."""
+def right_references(story: Story, body: str) -> list[bool]:
+    """Of each reference of a story, whether ``body`` makes it with the right word.
 
-    readings: tuple[Reading, ...]
-
-    def counts(self) -> dict[str, tuple[int, int]]:
-        """kind -> (references that are right, references), and "overall"."""
-        answers = [a for r in self.readings for a in r.answers]
-        kinds = sorted({a.kind for a in answers})
-        counts = {k: (sum(a.right for a in answers if a.kind == k), sum(a.kind == k for a in answers)) for k in kinds}
-        return counts | {"overall": (sum(a.right for a in answers), len(answers))}
-
-    def percent(self, kind: str = "overall") -> float:
-        """Share of the references of this kind that are right, in %."""
-        right, of = self.counts()[kind]
-        return 100 * right / of
-
-    @property
-    def grammatical(self) -> float:
-        """Share of the continuations that the grammar can read from beginning to end, in %."""
-        return 100 * sum(r.grammatical for r in self.readings) / len(self.readings)
-
-    def __str__(self):
-        lines = [f"{kind:<12}{100 * right / of:6.1f} %  {right}/{of}" for kind, (right, of) in self.counts().items()]
-        return "\n".join([*lines, f"{'grammatical':<12}{self.grammatical:6.1f} %  of {len(self.readings)} stories"])
+    A sentence that is garbled or missing costs all its references; the next one is searched after it, so one
+    mistake does not cost the whole story.
+    """
+    right, at = [], 0
+    for beat in plots.PLOTS[story.plot][1]:
+        slots = [slot for slot in SLOT.findall(beat[0][1]) if slot in KINDS]  # those of all variants, in their order
+        matches = filter(None, (_pattern(variant).search(body, at) for _, variant in beat))
+        sentence = min(matches, key=re.Match.start, default=None)
+        at = sentence.end() if sentence else at
+        written = sentence.groups() if sentence else [None] * len(slots)
+        right += [word == story.facts[slot] for slot, word in zip(slots, written, strict=True)]
+    return right
 
 
-def recall(generate: Generate, stories: Sequence[Story], folder: Path = CHECKPOINT) -> RecallReport:
-    """Let a model continue the openings of ``stories`` and check every back-reference.
+@cache
+def _pattern(variant: str) -> re.Pattern:
+    """A sentence with any word for each reference, and in its other slots what the grammar knows."""
+    parts = enumerate(SLOT.split(variant))  # literal text and names of slots, in turn
+    return re.compile("".join(
+        re.escape(part) if at % 2 == 0 else r"(\w+)" if part in KINDS else f"(?:{'|'.join(_DETAILS[part])})"
+        for at, part in parts))
+
+
+def recall(generate: Generate, stories: Sequence[Story], folder: Path = CHECKPOINT) -> dict[str, tuple[int, int]]:
+    """Let a model continue the openings of ``stories``; ``{kind: (right references, references)}``, with "overall".
 
     ``generate(prompts, max_new_tokens)`` takes token ids, one list per opening, and returns the new ids of each,
     greedily chosen, without the prompt; whatever follows the end-of-story token is ignored. ``folder`` holds
@@ -62,17 +63,17 @@ def recall(generate: Generate, stories: Sequence[Story], folder: Path = CHECKPOI
     if not stories:
         raise TplabError("recall needs at least one story")
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    eos = tokenizer.token_to_id(EOS)
-    prompts = [e.ids for e in tokenizer.encode_batch([s.opening for s in stories])]
-    outputs = generate(prompts, MAX_NEW_TOKENS)
-    if len(outputs) != len(prompts):
-        raise TplabError(f"generate returned {len(outputs)} outputs for {len(prompts)} prompts")
-    readings = []
+    outputs = generate([encoded.ids for encoded in tokenizer.encode_batch([s.opening for s in stories])],
+                       MAX_NEW_TOKENS)
+    if len(outputs) != len(stories):
+        raise TplabError(f"generate returned {len(outputs)} outputs for {len(stories)} prompts")
+    answers = []
     for story, ids in zip(stories, outputs, strict=True):
-        ids = [int(i) for i in ids]
-        body = ids[: ids.index(eos)] if eos in ids else ids
-        readings.append(read(story, tokenizer.decode(body, skip_special_tokens=False)))
-    return RecallReport(tuple(readings))
+        body = tokenizer.decode([int(i) for i in ids], skip_special_tokens=False).partition(EOS)[0]
+        answers += [(kind, right) for (kind, _), right in zip(story.references, right_references(story, body))]
+    counts = {kind: [right for of, right in answers if kind in (of, "overall")]
+              for kind in (*sorted({of for of, _ in answers}), "overall")}
+    return {kind: (sum(rights), len(rights)) for kind, rights in counts.items()}
 
 
 def reference_generate(folder: Path = CHECKPOINT) -> Generate:
@@ -84,15 +85,11 @@ def reference_generate(folder: Path = CHECKPOINT) -> Generate:
     pad = model.generation_config.pad_token_id
 
     def generate(prompts, max_new_tokens):
-        outputs = []
-        for first in range(0, len(prompts), BATCH_SIZE):
-            batch = prompts[first:first + BATCH_SIZE]
-            width = max(map(len, batch))
-            ids = torch.tensor([[pad] * (width - len(p)) + p for p in batch])
-            mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in batch])
-            new = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False)
-            outputs += new[:, width:].tolist()
-        return outputs
+        width = max(map(len, prompts))
+        ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
+        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+        new = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False)
+        return new[:, width:].tolist()
 
     return generate
 
@@ -102,7 +99,9 @@ def main():
     parser.add_argument("--stories", type=int, default=200, help="number of held-out stories (200)")
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT, help="folder of the model (the embedded one)")
     args = parser.parse_args()
-    print(recall(reference_generate(args.checkpoint), stories("held-out", args.stories), args.checkpoint))
+    counts = recall(reference_generate(args.checkpoint), stories("held-out", args.stories), args.checkpoint)
+    for kind, (right, of) in counts.items():
+        print(f"{kind:<10}{100 * right / of:6.1f} %  {right}/{of}")
 
 
 if __name__ == "__main__":
