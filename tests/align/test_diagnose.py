@@ -303,6 +303,18 @@ def test_a_row_of_the_cache_that_holds_another_is_one_finding(models, dtype):
     assert "Row 3 of sequence 0's cache holds the key and value of token 2 of sequence 0" in one.sentence
 
 
+@pytest.mark.parametrize("what, scale", [("keys and values", 0.25), ("values", 2.0), ("keys", 0.5)])
+def test_scales_of_a_cache_in_fp8_that_are_not_read_are_named(models, what, scale):
+    def attend(q, k, v, *args, **options):
+        k, v = (x.div(scale).to(torch.float8_e4m3fn).to(x.dtype) * (1 if name in what else scale)
+                for name, x in (("keys", k), ("values", v)))
+        return original("tplab.model.attention.attend")(q, k, v, *args, **options)
+
+    (one,) = broken(models("llama"), [Patch("tplab.model.attention.attend", attend)]).diagnoses
+    assert one.fault == "cache_scale_ignored" and one.where == "layers 0–1: attn"
+    assert f"The {what} of a cache in fp8 are read without their scale {scale:g}" in one.sentence
+
+
 # The replay.
 
 @pytest.mark.parametrize("at, name", [*enumerate(["llama", "Qwen2-MoE with a window"])])

@@ -9,7 +9,7 @@ from tplab.align.diagnosis import Diagnosis, sentence_of
 from tplab.align.floors import SHORT
 from tplab.align.guilty import by_row, unseen_before
 from tplab.align.points import POINTS, layer_of, layout
-from tplab.align.read_off import ReadOff, few_digits, other_heads, other_positions, stale_row, unrelated_head
+from tplab.align.read_off import OTHERS, ReadOff, few_digits
 from tplab.align.replay import REDUCES
 from tplab.align.report import AlignReport
 from tplab.faults import Fault
@@ -116,7 +116,7 @@ class GuiltyPoint:
         yield [bug for bug in faults if bug not in nearest and self._can_show(bug)]
         probes = [bug for bug in self.judge.bugs if isinstance(bug, Probe) and self._can_show(bug)]
         yield probes
-        yield [bug for ask in (other_heads, other_positions, stale_row, unrelated_head) for bug in ask(self)]
+        yield [bug for ask in OTHERS for bug in ask(self)]
         summands = {short for short in self.shorts if layout(short) == "partial" or short == "embed"} - {self.short}
         stage = self.judge.stage(self.name)
         if len(stage) > 1 and (summands or self.short == "embed"):

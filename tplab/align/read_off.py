@@ -11,10 +11,13 @@ from tplab.align.guilty import by_row
 from tplab.align.points import inputs
 from tplab.checks import spans
 from tplab.model.rope import Rotary, rotate
+from tplab.patch import Patch, original
 
 if TYPE_CHECKING:
     from tplab.align.fit import GuiltyPoint
 
+ATTEND, FP8 = "tplab.model.attention.attend", torch.float8_e4m3fn
+CACHE_SCALES = 1.0, 0.5, 0.25, 0.125, 0.0625, 2.0  # usual ones of a cache in fp8
 MOST_ROWS = 20_000  # pairs of rows that are tried for a row of the cache
 
 
@@ -135,7 +138,28 @@ def _unrelated(held: torch.Tensor, right: torch.Tensor) -> bool:
         torch.cosine_similarity(*both.flatten(1), dim=0)) < 0.3
 
 
-# A row of the cache.
+# The cache.
+
+def scale_ignored(point: "GuiltyPoint") -> Iterator[ReadOff]:
+    """Are keys, values or both read from a cache in fp8 without the scale by which they were divided?"""
+    for scale in CACHE_SCALES[1:] if point.short == "attn" else ():
+        for what in ("keys and values", "values", "keys"):
+            yield ReadOff("cache_scale_ignored", f"the {what} of a cache in fp8 are read without their scale "
+                          f"{scale:g}", _unscaled(scale, "keys" in what, "values" in what))
+
+
+def _unscaled(scale: float, keys: bool, values: bool) -> Callable:
+    def attend(q, k, v, mask, scaling, **options):
+        k, v = (x.div(scale).to(FP8).to(x.dtype) * (1 if ignored else scale) for x, ignored in ((k, keys), (v, values)))
+        return original(ATTEND)(q, k, v, mask, scaling, **options)
+
+    def guess(point: "GuiltyPoint") -> dict[int, torch.Tensor] | None:
+        if point.short != "attn":
+            return None
+        made = point.judge.broken(point.name, (Patch(ATTEND, attend),))
+        return {rank: made[rank][point.name] for rank in point.held}
+    return guess
+
 
 def stale_row(point: "GuiltyPoint") -> Iterator[ReadOff]:
     """Which other row's key and value stand in a row of the cache? Seen in the first wrong row of a later call: without
@@ -169,3 +193,6 @@ def stale_row(point: "GuiltyPoint") -> Iterator[ReadOff]:
     yield ReadOff("cache_row_stale", f"row {p} of sequence {s}'s cache holds {what}: it was not written, or it was "
                   "written over", lambda here: None if here.short != "attn" else {
                       rank: made[here.name] for rank, made in judge.misread(here.name, s, p, slot).items()})
+
+
+OTHERS = other_heads, other_positions, stale_row, scale_ignored, unrelated_head  # asked last

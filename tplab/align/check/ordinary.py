@@ -11,13 +11,14 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from tplab.align.guilty import by_row
+from tplab.align.read_off import ATTEND, CACHE_SCALES, FP8
 from tplab.patch import Patch, original
 
 LEFT = 0.1  # the part of a difference that an explanation may leave: some values round to the other side
 _PRODUCTS = (F.linear, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 _ABLE = {"q", "k", "v", "k_rope", "attn", "o_partial", "o_proj", "gate", "up", "mlp_act", "mlp_partial", "moe_partial",
          "mlp", "router_logits", "logits"}
-_ON_RANK, _ATTEND = "tplab.align.replay.Replay._on_rank", "tplab.model.attention.attend"
+_ON_RANK = "tplab.align.replay.Replay._on_rank"
 
 
 def _tf32(x: torch.Tensor) -> torch.Tensor:
@@ -57,17 +58,17 @@ def _products(rounding: Callable, weights_only: bool = False) -> tuple[Patch]:
 
 def _cache(rounding: Callable) -> tuple[Patch]:
     def attend(q, k, v, mask, scaling, **options):
-        return original(_ATTEND)(q, rounding(k), rounding(v), mask, scaling, **options)
-    return (Patch(_ATTEND, attend),)
+        return original(ATTEND)(q, rounding(k), rounding(v), mask, scaling, **options)
+    return (Patch(ATTEND, attend),)
 
 
-_FP8, _INT8 = torch.float8_e4m3fn, torch.int8
+_INT8 = torch.int8
 PRECISIONS = {"TF32 products": _products(_tf32)}
 PRECISIONS |= {f"{str(dtype)[6:]} products": _products(partial(_stored, dtype, 1)) for dtype in (
     torch.bfloat16, torch.float16)}
-PRECISIONS |= {f"a cache in fp8 (e4m3), scale {scale:g}": _cache(partial(_stored, _FP8, scale))
-               for scale in (1.0, 0.5, 0.25, 0.125, 0.0625, 2.0)}
-for _name, _dtype in ("int8", _INT8), ("fp8 (e4m3)", _FP8):
+PRECISIONS |= {f"a cache in fp8 (e4m3), scale {scale:g}": _cache(partial(_stored, FP8, scale))
+               for scale in CACHE_SCALES}
+for _name, _dtype in ("int8", _INT8), ("fp8 (e4m3)", FP8):
     PRECISIONS |= {f"a cache in {_name}, a scale for each token and head": _cache(partial(_stored, _dtype, (-1,))),
                    f"{_name} weights, a scale for each row": _products(partial(_stored, _dtype, (-1,)), True),
                    f"{_name} weights, one scale": _products(partial(_stored, _dtype, (-2, -1)), True)}

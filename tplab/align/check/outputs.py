@@ -56,7 +56,7 @@ def check_joined(sources: Sources, kept: Source, recording: Recording) -> None:
             what = (f"has the logits' shape, and is neither the logits of {kept} nor a reordering of them"
                     if None in found else f"holds the logits of {kept} in another order: those of token {found[wrong]} "
                     f"stand in the place of token {wrong}")
-            sources.contradictions.append(Contradiction(f"{source} on rank {rank} {what}",
+            sources.contradictions.append(Contradiction(f"on rank {rank}, {source} {what}",
                                                         None if None in found else "head_rows"))
             return
 
