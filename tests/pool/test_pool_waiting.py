@@ -7,8 +7,7 @@ import pytest
 
 from course.cost.steps import busy_process
 from tplab import RankPool
-from tplab.pool.cores import available_cores
-from tplab.pool.waiting import SHORT_SPIN, Contention
+from tplab.pool.waiting import SHORT_SPIN, Contention, available_cores
 from tplab.ranks.context import current
 
 

@@ -35,7 +35,7 @@ def tell(*words):
     os.write(1, (" ".join(map(str, words)) + "\\n").encode())  # whole lines: print writes their ends apart here
 
 assert under_torchrun()
-me, size = join_torchrun(strict=True)
+me, size = join_torchrun()
 import torch.distributed.nn.functional  # as transformers does
 assert (me, size) == (rank(), world_size())
 def say(*words):
@@ -50,12 +50,6 @@ try:
 except RankError as error:
     say(error)
 barrier()
-try:
-    all_reduce(torch.ones(3 + me))
-except CollectiveMismatch as error:
-    say(error.summary)
-
-join_torchrun()  # no longer strict, which would wait by itself
 for i, meet in enumerate([barrier, lambda: all_reduce(torch.ones(0)), lambda: all_gather(torch.ones(2, 0))]):
     late = pathlib.Path(__file__).with_name(f"late {i}")
     if me == 1:
@@ -82,12 +76,11 @@ say("all dtypes")
 def test_collectives_give_what_a_pool_gives(lines):
     assert lines[0] == "[2.0, 1.0] [[0.0, 1.0, 1.0], [0.0, 1.0, 1.0]] [6.0] 4"
     assert "RankPool was called inside rank 1" in lines[1]
-    assert "rank 0 calls all_reduce [3] float32 at spmd.py, line" in lines[2]
 
 
 def test_a_collective_without_elements_waits_and_every_dtype_crosses(lines):
     """gloo itself does not wait where there is nothing to gather, and knows no int16, which it called a lost rank."""
-    assert lines[3] == "all dtypes"
+    assert lines[2] == "all dtypes"
 
 
 def test_a_lost_rank_is_named_with_the_line(tmp_path):

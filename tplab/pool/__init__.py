@@ -7,6 +7,6 @@
 from tplab import lazy
 
 _HOMES = {"RankPool": ".pool", "shared_pool": ".pool", "latest_pool": ".pool",
-          "available_cores": ".cores"}
+          "available_cores": ".waiting"}
 __all__ = list(_HOMES)
 __getattr__ = lazy(__name__, _HOMES)  # a rank, which is made of `worker`, does not load the parent's side

@@ -9,16 +9,15 @@ import subprocess
 import sys
 import threading
 from contextlib import contextmanager
-from multiprocessing import resource_tracker, spawn, util
+from multiprocessing import resource_tracker, util
+from types import ModuleType
 
 import torch.multiprocessing as mp
 
-from tplab.checkpoint.names import cache_dir
 from tplab.pool import worker
 from tplab.ranks.errors import RankError
 
 _PRELOAD = ["tplab.pool.before_imports", "torch", "cloudpickle", "tplab.pool.preload"]
-_NAME = "tplab-rank-"
 _lock = threading.Lock()
 
 
@@ -51,8 +50,7 @@ def start(spec: worker.Spec):
             _end(outcome)
         raise
     if isinstance(outcome[0], Exception):
-        raise RankError(f"rank {spec.rank} could not be started: {outcome[0]} (temporary folder: {spec.folder})"
-                        ) from outcome[0]
+        raise RankError(f"rank {spec.rank} could not be started: {outcome[0]}") from outcome[0]
     return outcome[0]
 
 
@@ -65,9 +63,8 @@ def _end(outcome: list) -> None:
 def _process(spec: worker.Spec):
     linux = sys.platform.startswith("linux")
     context = mp.get_context("forkserver" if linux else "spawn")
-    process = context.Process(target=worker.main, args=(spec,), name=f"{_NAME}{spec.rank}", daemon=True)
+    process = context.Process(target=worker.main, args=(spec,), name=f"tplab-rank-{spec.rank}", daemon=True)
     with _lock, _without_main():
-        cache_dir()  # where there is no home folder, the ranks use this process's temporary one
         _start_tracker()
         # A new process inherits what this thread blocks: Ctrl-C would end the fork server before it can ignore it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -100,18 +97,8 @@ def _without_main():
     multiprocessing runs the parent's main module again in every child. A script without an
     ``if __name__ == "__main__"`` guard would then start pools inside of pools.
     """
-    vars(sys.modules["__main__"]).setdefault("__spec__", None)  # multiprocessing reads it; IPython's %reset deletes it
-    prepare = spawn.get_preparation_data
-
-    def prepare_rank(name):
-        data = prepare(name)
-        if name.startswith(_NAME):
-            data.pop("init_main_from_name", None)
-            data.pop("init_main_from_path", None)
-        return data
-
-    spawn.get_preparation_data = prepare_rank
+    main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
     try:
         yield
     finally:
-        spawn.get_preparation_data = prepare
+        sys.modules["__main__"] = main

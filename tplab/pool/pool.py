@@ -45,7 +45,7 @@ class RankPool:
         self._number = self._epoch = 0
         self._fresh = True  # the ranks must join before the next run
         self._set_up = self._watch = None
-        self._folder = _private_folder()
+        self._folder = tempfile.mkdtemp(prefix=f"tplab-{os.getpid()}-")  # for gloo's rendezvous
         try:
             self._memory = SharedFile("control-block", ControlBlock.bytes_needed(size))
             self._inbox = SharedFile("inbox")
@@ -166,7 +166,6 @@ class RankPool:
             self._watch.stop()  # an interrupt may have cut the last attempt short
         self._epoch += 1
         self._fresh, self._set_up, self._watch = True, None, None
-        _empty(self._folder)
         dead = [process for process in self._processes if process.dead()]
         for process in dead:
             self._control.clear_rank(process.rank, self._epoch)
@@ -251,25 +250,3 @@ def _working_folder() -> str | None:
         return os.getcwd()
     except FileNotFoundError:
         return None  # it was removed; the ranks stay in theirs
-
-
-def _private_folder() -> str:
-    """A new folder of mode 0700 for gloo's rendezvous. Raises `RankError` where none can be made."""
-    try:
-        return tempfile.mkdtemp(prefix=f"tplab-{os.getpid()}-")
-    except OSError as error:
-        raise _no_room(error) from None
-
-
-def _empty(folder: str) -> None:
-    """Remove the files of an earlier epoch's rendezvous; make the folder again if something has removed it."""
-    try:
-        shutil.rmtree(folder, ignore_errors=True)  # a rank whose start was cut short may still write there
-        os.makedirs(folder, 0o700, exist_ok=True)
-    except OSError as error:
-        raise _no_room(error) from None
-
-
-def _no_room(error: OSError) -> RankError:
-    return RankError(f"the ranks need a temporary folder and cannot have it: {error}. Set TMPDIR to a folder that can "
-                     "be written and has space")

@@ -9,8 +9,8 @@ from multiprocessing import Pipe
 from tplab.pool import launcher
 from tplab.pool.capture import Reader
 from tplab.pool.control_block import STARTED
-from tplab.pool.cores import available_cores
 from tplab.pool.shared_file import SharedFile
+from tplab.pool.waiting import available_cores
 from tplab.pool.worker import Spec
 from tplab.ranks.errors import Frame
 
@@ -48,8 +48,8 @@ class RankProcess:
         memory, inbox, outbox, output, stacks = (file.duplicate() for file in (pool._memory, pool._inbox, *self.files))
         self.child = launcher.start(Spec(
             rank=self.rank, size=pool.size, strict=pool.strict, threads=threads_per_rank(pool.size),
-            folder=pool._folder, parent_pid=os.getpid(), birth=pool._epoch, memory=memory, inbox=inbox, outbox=outbox,
-            output=output, stacks=stacks, wake=theirs))
+            folder=pool._folder, birth=pool._epoch, memory=memory, inbox=inbox, outbox=outbox, output=output,
+            stacks=stacks, wake=theirs))
 
     def wake(self) -> None:
         try:

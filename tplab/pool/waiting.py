@@ -22,6 +22,11 @@ _NUMBER = {"x86_64": 202, "aarch64": 98}.get(platform.machine()) if sys.platform
 _syscall = ctypes.CDLL(None).syscall if _NUMBER else None
 
 
+def available_cores() -> int:
+    """How many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class SpinBudget(NamedTuple):
     """How often a rank reads the other one's word before it sleeps.
 

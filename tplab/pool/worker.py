@@ -4,7 +4,6 @@ import faulthandler
 import fcntl
 import multiprocessing
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -34,7 +33,6 @@ class Spec:
     strict: bool
     threads: int  # for torch's products
     folder: str  # the pool's private one
-    parent_pid: int
     birth: int  # see `control_block.BIRTH`
     memory: SharedFile  # the control block
     inbox: SharedFile  # the parent's payload, the same for all ranks
@@ -50,7 +48,7 @@ class Spec:
 
 def main(spec: Spec) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent decides
-    _die_with_parent(spec)
+    _die_with_parent()
     control = ControlBlock(spec.memory, spec.size)
     output = capture.redirect(spec.output, lambda count: control.set_word(spec.rank, control_block.PRINTED, count))
     fcntl.fcntl(spec.stacks.fd, fcntl.F_SETFL, fcntl.fcntl(spec.stacks.fd, fcntl.F_GETFL) | os.O_APPEND)
@@ -79,7 +77,7 @@ def _keep_freed_memory() -> None:
         capture.libc.mallopt(trim_threshold, 1 << 27)
 
 
-def _die_with_parent(spec: Spec) -> None:
+def _die_with_parent() -> None:
     """See that the rank ends with the notebook, however that ended and whatever the rank is doing.
 
     A thread waits for the parent's end, which works while the rank is in gloo or in Python. On Linux a rank in C++ code
@@ -92,21 +90,11 @@ def _die_with_parent(spec: Spec) -> None:
         if server._forkserver_alive_fd is not None:
             os.close(server._forkserver_alive_fd)
             server._forkserver_alive_fd = None
-    threading.Thread(target=_watch_parent, args=(spec,), name="tplab-parent-watch", daemon=True).start()
+    threading.Thread(target=_watch_parent, name="tplab-parent-watch", daemon=True).start()
 
 
-def _watch_parent(spec: Spec) -> None:
-    watched = [parent_process().sentinel]
-    if hasattr(os, "pidfd_open"):
-        try:
-            # A fork of the parent keeps the sentinel's pipe open, but it is another process.
-            watched.append(os.pidfd_open(spec.parent_pid))
-        except ProcessLookupError:
-            os._exit(1)
-    connection.wait(watched)
-    # If the parent lives, only this rank was lost, in an interrupted start: the folder stays.
-    if len(watched) == 1 or connection.wait(watched[1:], 1.0):
-        shutil.rmtree(spec.folder, ignore_errors=True)
+def _watch_parent() -> None:
+    connection.wait([parent_process().sentinel])
     os._exit(1)
 
 

@@ -1,7 +1,7 @@
 """Which rank runs this code: its group, and the rank's `state`."""
 
 import threading
-from collections.abc import MutableMapping
+from collections import UserDict
 
 _thread = threading.local()
 _process_group = None
@@ -47,30 +47,19 @@ def world_size() -> int:
     return current().size
 
 
-class State(MutableMapping):
+class State(UserDict):
     """A dict on each rank that is kept between runs: ``state["model"] = model`` in one run, read in the next.
 
     It is pickled by its name, so in a function from a notebook cell it is the rank's own.
     """
 
-    def __getitem__(self, key):
-        return current().state[key]
+    data = property(lambda self: current().state)  # type: ignore[assignment]
 
-    def __setitem__(self, key, value):
-        current().state[key] = value
-
-    def __delitem__(self, key):
-        del current().state[key]
-
-    def __iter__(self):
-        return iter(current().state)
-
-    def __len__(self):
-        return len(current().state)
+    def __init__(self):
+        pass  # a UserDict would begin with a dict of its own
 
     def __repr__(self):
-        group = current()
-        return f"state of rank {group.rank}: {group.state!r}"
+        return f"state of rank {rank()}: {self.data!r}"
 
     def __reduce__(self):
         return "state"

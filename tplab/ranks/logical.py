@@ -23,8 +23,6 @@ from tplab.ranks.errors import (
 )
 from tplab.ranks.group import Group
 
-_LOOK = 0.05  # seconds; the timeout counts looks, so that on a slow machine it is longer, as the ranks are slower
-
 
 def logical_ranks(n: int, fn, *args, timeout: float = 60.0, **kwargs) -> list:
     """Call ``fn(*args, **kwargs)`` on `n` threads that are ranks to each other; the results in rank order.
@@ -33,7 +31,7 @@ def logical_ranks(n: int, fn, *args, timeout: float = 60.0, **kwargs) -> list:
     while others wait for it, or after `timeout` seconds, the whole call ends with one `RankError`. A thread that still
     runs then, or after an interrupt, ends at its next line, or when its sleep is over.
     """
-    looks = seconds(timeout) / _LOOK
+    limit = seconds(timeout)
     size = whole_number(n, 1)
     if size is None:
         raise RankError(f"logical_ranks needs a whole number of ranks from 1 up, not {quoted(n)}")
@@ -53,16 +51,15 @@ def logical_ranks(n: int, fn, *args, timeout: float = 60.0, **kwargs) -> list:
                 results[group.rank] = fn(*args, **kwargs)
             group.end()
         except BaseException as error:
-            rendezvous.failed(group.rank, error)
+            rendezvous.end(group.rank, error)
         else:
-            rendezvous.returned(group.rank)
+            rendezvous.end(group.rank)
 
     threads = [threading.Thread(target=run, args=(g,), name=f"logical rank {g.rank}", daemon=True) for g in groups]
     try:
         for thread in threads:
             thread.start()
-        while looks > 0 and not rendezvous.all_ended.wait(_LOOK):  # a `join` that is interrupted calls its thread ended
-            looks -= 1
+        rendezvous.wait(limit)
         unfinished = {r: threads[r].ident for r in rendezvous.running()}
         if unfinished or rendezvous.stuck or rendezvous.errors:
             raise rendezvous.error(unfinished, timeout)
@@ -94,7 +91,6 @@ class _Rendezvous:
         self.steps = [0] * size
         self.pieces = [[None] * size, [None] * size]  # by parity of the step, as in shared memory
         self.ended = set()
-        self.all_ended = threading.Event()
         self.errors = {}  # by rank, in the order in which they were raised
         self.stuck = self.over = False  # stuck: a rank waits for one that has returned
         self.groups = []
@@ -104,44 +100,39 @@ class _Rendezvous:
             step = self.steps[rank] + 1
             self.pieces[step & 1][rank] = piece
             self.steps[rank] = step
-            self._check()
-            self.change.notify_all()
+            self._look()
             self.change.wait_for(lambda: self.over or min(self.steps) >= step)
             if self.over and min(self.steps) < step:
                 raise Abandoned
             return self.pieces[step & 1]
 
-    def returned(self, rank: int) -> None:
+    def end(self, rank: int, error: BaseException | None = None) -> None:
+        """The rank's function has returned or raised."""
         with self.change:
-            self._add_ended(rank)
-            self._check()
-            self.change.notify_all()
-
-    def failed(self, rank: int, error: BaseException) -> None:
-        with self.change:
-            self.errors[rank] = error
-            self._add_ended(rank)
-            self.over = True
-            self.change.notify_all()
-
-    def _add_ended(self, rank: int) -> None:
-        self.ended.add(rank)
-        if len(self.ended) == self.size:
-            self.all_ended.set()
+            self.ended.add(rank)
+            if error is not None:
+                self.errors[rank], self.over = error, True
+            self._look()
 
     def running(self) -> list[int]:
         """The ranks whose function has not ended."""
         return [r for r in range(self.size) if r not in self.ended]
 
+    def wait(self, limit: float) -> None:
+        """Until all functions have ended, or so many seconds."""
+        with self.change:
+            self.change.wait_for(lambda: len(self.ended) == self.size, min(limit, threading.TIMEOUT_MAX))
+
     def abandon(self) -> None:
         with self.change:
             self.over = True
-            self.change.notify_all()
+            self._look()
 
-    def _check(self) -> None:
+    def _look(self) -> None:
         """A rank waits for ever if another one has returned after fewer steps."""
         if self.ended and not self.over and max(self.steps) > min(self.steps[r] for r in self.ended):
             self.stuck = self.over = True
+        self.change.notify_all()
 
     def error(self, unfinished: dict[int, int], timeout: float) -> RankError:
         """``unfinished``: ``{rank: its thread}`` of those that were running when the time was up."""

@@ -2,28 +2,23 @@
 
 import atexit
 import importlib
-import json
 import os
-from dataclasses import asdict
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from tplab.ranks import context
-from tplab.ranks.errors import CollectiveMismatch, RankError, seconds
+from tplab.ranks.errors import RankError, seconds
 from tplab.ranks.group import Group
-from tplab.ranks.oplog import OpRecord
 
 _LONGEST = 1e8  # seconds: three years; gloo counts nanoseconds in 64 bits
-_PAGE = 4096  # bytes for one record as JSON; the op log keeps at most 511 of a file's name
 
 
-def join_torchrun(timeout: float = 60.0, strict: bool = False) -> tuple[int, int]:
+def join_torchrun(timeout: float = 60.0) -> tuple[int, int]:
     """Make this process the rank that torchrun's environment says it is; returns (rank, world size).
 
-    A collective raises if it is not complete after `timeout` seconds. ``strict=True`` compares the ranks' records
-    before each collective, which costs one more exchange.
+    A collective raises if it is not complete after `timeout` seconds.
     """
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
@@ -33,7 +28,7 @@ def join_torchrun(timeout: float = 60.0, strict: bool = False) -> tuple[int, int
         importlib.import_module("torch.distributed.nn.functional")
         dist.init_process_group("gloo", timeout=timedelta(seconds=min(seconds(timeout), _LONGEST)))
         atexit.register(_leave)
-    group = GlooGroup(dist.get_rank(), dist.get_world_size(), strict)
+    group = GlooGroup(dist.get_rank(), dist.get_world_size())
     context.set_process_group(group)
     return group.rank, group.size
 
@@ -52,38 +47,16 @@ def under_torchrun() -> bool:
 class GlooGroup(Group):
     """A rank of torch.distributed's default group."""
 
-    def __init__(self, rank: int, size: int, strict: bool):
-        super().__init__(rank, size)
-        self.strict = strict
-        self.checked = 0
-
     def swap(self, piece, counts=None):
-        if self.strict and self.checked != self.log.seq:
-            self._compare()
         counts = counts or [piece.numel()] * self.size
         # gloo gathers equal lengths only, does not wait where there is nothing to gather, and knows few dtypes.
         padded = torch.zeros(max(1, *counts), dtype=piece.dtype)
         padded[: piece.numel()].copy_(piece)
         parts = [torch.empty_like(padded) for _ in counts]
-        self._in_gloo(dist.all_gather, [part.view(torch.uint8) for part in parts], padded.view(torch.uint8))
-        return [part[:n] for part, n in zip(parts, counts)]
-
-    def _compare(self):
-        self.checked = self.log.seq
-        # Not by all_gather_object, which unpickles whatever comes over a socket.
-        mine = json.dumps(asdict(self.log.record(self.log.seq)), ensure_ascii=False).encode()
-        page = torch.zeros(_PAGE, dtype=torch.uint8)
-        page[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        pages = [torch.empty_like(page) for _ in range(self.size)]
-        self._in_gloo(dist.all_gather, pages, page)
-        records = [OpRecord(**json.loads(page.numpy().tobytes().rstrip(b"\0"))) for page in pages]
-        if len({str(record) for record in records}) > 1:
-            raise CollectiveMismatch.of(records)
-
-    def _in_gloo(self, fn, *args):
         try:
-            fn(*args)
+            dist.all_gather([part.view(torch.uint8) for part in parts], padded.view(torch.uint8))
         except RuntimeError as error:
             record = self.log.record(self.log.seq)
             at = f"line {record.line} of {os.path.basename(record.file)} (collective #{record.seq})"
             raise RankError(f"rank {self.rank} waited in {record} at {at} and lost the other ranks: {error}") from error
+        return [part[:n] for part, n in zip(parts, counts)]
