@@ -21,7 +21,7 @@ MODELS = {
     "9 heads, 3 kv": dict(heads=9, kv_heads=3, hidden=36, inter=43, attention_bias=True, model_type="qwen2"),
     "qk norm": dict(heads=4, kv_heads=2, inter=61, tie=True, model_type="qwen3", head_dim=12),
 }
-TRAITED = ["window by layer", "capped scores and logits", "norm over the full width", "multipliers", "Gemma-3", "GLM-4"]
+TRAITED = ["window by layer", "norm over the full width", "multipliers", "GLM-4"]
 
 
 def texts(llm, at_a_time):

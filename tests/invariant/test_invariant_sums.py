@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from transformers.activations import ACT2FN
 
 from tplab.invariant import kernels, why_not
 from tplab.invariant.model import within
@@ -81,18 +80,15 @@ def test_a_tree_of_products_is_the_sums_of_its_leaves(dtype):
         assert torch.equal(one, tree_sum(*node, known))
 
 
-@pytest.mark.parametrize("name", ["silu", "gelu_pytorch_tanh", "soft cap"])
-def test_a_function_is_the_same_wherever_a_number_stands(name):
+def test_an_activation_is_the_same_wherever_a_number_stands():
     """And as near to float64 as PyTorch's own."""
-    theirs = (lambda x: 3 * torch.tanh(x / 3)) if name == "soft cap" else ACT2FN[name]
-    act = (lambda x: kernels.soft_cap(x, 3.0)) if name == "soft cap" else kernels.activation(name)
-    x = numbers(131, seed=2) * 8
-    whole, exact = act(x), theirs(x.double())
+    theirs, x = torch.nn.functional.silu, numbers(131, seed=2) * 8
+    whole, exact = kernels.silu(x), theirs(x.double())
     for first in range(0, 131, 7):
         for count in (1, 3, 16, 33):
-            assert torch.equal(act(x[first:first + count]), whole[first:first + count])
+            assert torch.equal(kernels.silu(x[first:first + count]), whole[first:first + count])
     assert distance(whole, exact) <= 4 * distance(theirs(x), exact)
-    assert torch.equal(act(x.bfloat16()), act(x.bfloat16().float()).bfloat16())
+    assert torch.equal(kernels.silu(x.bfloat16()), kernels.silu(x.bfloat16().float()).bfloat16())
 
 
 def test_a_norms_factors():
@@ -114,28 +110,24 @@ def test_a_sum_of_whole_multiples_does_not_depend_on_its_order(length):
     assert np.isnan(kernels.whole(np.array([[1.0, np.inf], [np.nan, 2.0]]))).all() and not kernels.whole(0 * x).any()
 
 
-@pytest.mark.parametrize("options", [{}, {"softcap": 1.5}, {"sinks": True}, {"window": 5}])
+@pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_is_the_same_alone_chunked_and_with_other_heads(dtype, options):
+def test_attention_is_the_same_alone_chunked_and_with_other_heads(dtype, window):
     heads, kv_heads, tokens, head_dim = 6, 2, 75, 10
     q, k, v = (numbers(1, n, tokens, head_dim, seed=seed, dtype=dtype)
                for seed, n in enumerate((heads, kv_heads, kv_heads)))
     mask = attention.causal_mask(torch.arange(tokens)[None], tokens)
-    mask = attention.within_window(mask, options["window"]) if "window" in options else mask
-    given = {"softcap": options.get("softcap"), "sinks": numbers(heads, dtype=dtype) if "sinks" in options else None}
-    whole = kernels.attend(q, k, v, mask, 0.3, **given)
+    mask = attention.within_window(mask, window) if window else mask
+    whole = kernels.attend(q, k, v, mask, 0.3)
     for first, last in ((0, 1), (3, 4), (66, 75), (74, 75)):  # the cache holds as many keys as the last query sees
-        part = kernels.attend(q[:, :, first:last], k[:, :, :last], v[:, :, :last], mask[:, :, first:last, :last], 0.3,
-                              **given)
+        part = kernels.attend(q[:, :, first:last], k[:, :, :last], v[:, :, :last], mask[:, :, first:last, :last], 0.3)
         assert torch.equal(part, whole[:, :, first:last])
     padded = torch.cat([k, k], dim=2), torch.cat([v, v], dim=2)
     mask_beside = torch.cat([mask, torch.ones_like(mask)], dim=-1)  # a longer sequence stands in the same batch
-    assert torch.equal(kernels.attend(q, *padded, mask_beside, 0.3, **given), whole)
-    one = given | {"sinks": given["sinks"] if given["sinks"] is None else given["sinks"][3:]}
-    assert torch.equal(kernels.attend(q[:, 3:], k[:, 1:], v[:, 1:], mask, 0.3, **one), whole[:, 3:])
-    wide = {"softcap": given["softcap"], "sinks": given["sinks"] if given["sinks"] is None else given["sinks"].double()}
-    exact = attention.attend(q.double(), k.double(), v.double(), mask, 0.3, **wide)
-    reference = attention.attend(q, k, v, mask, 0.3, **given)
+    assert torch.equal(kernels.attend(q, *padded, mask_beside, 0.3), whole)
+    assert torch.equal(kernels.attend(q[:, 3:], k[:, 1:], v[:, 1:], mask, 0.3), whole[:, 3:])
+    exact = attention.attend(q.double(), k.double(), v.double(), mask, 0.3)
+    reference = attention.attend(q, k, v, mask, 0.3)
     assert distance(whole, exact) <= 4 * distance(reference, exact)
 
 
@@ -149,10 +141,11 @@ def test_attention_keeps_nan_and_only_where_it_is_seen():
 def test_what_is_refused_is_named():
     from types import SimpleNamespace as Config
 
-    config = Config(experts=None, hidden_act="silu", rope_types={"default"})
+    config = Config(experts=None, hidden_act="silu", rope_types={"default"}, traits=[])
     assert why_not(config, torch.float32, 4) is None
     for change, dtype, ranks, word in (({}, torch.float64, 2, "float64"), ({}, torch.float32, 5, "5 ranks"),
                                        ({"experts": 8}, torch.float32, 2, "experts"),
                                        ({"hidden_act": "relu"}, torch.float32, 2, "'relu'"),
+                                       ({"traits": ["capped logits"]}, torch.float32, 2, "capped logits"),
                                        ({"rope_types": {"dynamic"}}, torch.float32, 2, "prompt's length")):
         assert word in why_not(Config(**vars(config) | change), dtype, ranks)

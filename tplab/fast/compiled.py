@@ -6,10 +6,8 @@ process, and the others load the result.
 
 import hashlib
 import pickle
-import shutil
 import subprocess
 import sys
-import time
 from contextlib import nullcontext, suppress
 from functools import cache, partial
 from pathlib import Path
@@ -31,44 +29,16 @@ _MATH = {"reassoc", "contract", "arcp", "nsz"}
 # computing a row.
 inner = njit(fastmath=_MATH, error_model="numpy", nogil=True, _nrt=False)
 
-_MONTH = 30 * 24 * 3600  # seconds
-
 
 @cache
 def _folder() -> Path:
-    """A folder for each version of the sources: numba compares only the function's own file, not its imports."""
+    """A folder for each version of the sources and each place of them: numba compares only the function's own file, not
+    its imports."""
     version = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__} {cpu.form()} {config.CPU_NAME} "
-                             f"{config.CPU_FEATURES}".encode())
+                             f"{config.CPU_FEATURES} {__file__}".encode())
     for source in [*sorted(Path(__file__).parent.glob("*.py")), control_block.__file__, oplog.__file__]:
         version.update(Path(source).read_bytes())
     return cache_dir() / "numba" / version.hexdigest()[:16]
-
-
-class _Locator(caching._CacheLocator):
-    """Finds code by what its source says, not by where that stands or its date, so that copies of the lab share it."""
-
-    def __init__(self, function, file: str):
-        self.line = function.__code__.co_firstlineno
-        self.stamp = hashlib.sha256(Path(file).read_bytes()).hexdigest()
-
-    def get_cache_path(self):
-        return str(_folder())
-
-    def get_source_stamp(self):
-        return self.stamp
-
-    def get_disambiguator(self):
-        return str(self.line)
-
-    @classmethod
-    def from_function(cls, py_func, py_file):
-        made = cls(py_func, py_file)
-        made.ensure_cache_path()
-        return made
-
-
-class _CacheImpl(caching.CompileResultCacheImpl):
-    _locator_classes = [_Locator]
 
 
 class _Cache(caching.FunctionCache):
@@ -77,8 +47,6 @@ class _Cache(caching.FunctionCache):
     An index says which file holds the code for which types. Without a lock around it, two processes that save at the
     same time can both take one file name, and then one of them runs code that was made for other types.
     """
-
-    _impl_class = _CacheImpl
 
     def load_overload(self, sig, target_context):
         try:
@@ -99,6 +67,8 @@ def entry(function):
     made = inner(function)
     made.compile = partial(to_its_end, made.compile)
     with suppress(OSError, RuntimeError):  # no folder to write to: each process compiles
+        _folder().mkdir(parents=True, exist_ok=True)
+        config.CACHE_DIR = str(_folder())
         made._cache = _Cache(function)
     return made
 
@@ -119,19 +89,9 @@ def compile_ahead(dtype: str, function, *arguments) -> None:
     done = _folder() / f"{dtype}-{named}.done"
     with _lock("compile"):
         if not done.exists() and _is_writable():
-            _remove_unused()
             _compile_in_child(function.__module__, function.__name__, signature)
             done.touch()
     function.compile(signature)  # loads from the folder; compiles in this process if nothing can be kept there
-
-
-def _remove_unused() -> None:
-    """Remove the folders of other versions, each some megabytes, that no process has used for a month."""
-    for folder in _folder().parent.iterdir():
-        lock = folder / "compile.lock"  # touched by each use
-        with suppress(OSError):
-            if folder != _folder() and time.time() - (lock if lock.exists() else folder).stat().st_mtime > _MONTH:
-                shutil.rmtree(folder)
 
 
 def _lock(name: str):

@@ -13,8 +13,6 @@ from tplab.engine.runner import ModelRunner
 from tplab.invariant.model import make_batch_invariant
 from tplab.invariant.tree import RANKS
 
-ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-
 
 def why_not(config, dtype: torch.dtype, ranks: int) -> str | None:
     """Why a model of this :class:`tplab.checkpoint.ModelConfig` cannot be batch-invariant; None if it can."""
@@ -24,8 +22,10 @@ def why_not(config, dtype: torch.dtype, ranks: int) -> str | None:
         return f"{ranks} ranks: its sums are made for {', '.join(map(str, RANKS[:-1]))} or {RANKS[-1]}"
     if config.experts is not None:
         return "experts: which rank adds up which of them depends on the number of ranks"
-    if config.hidden_act not in ACTIVATIONS:
-        return f"hidden_act {config.hidden_act!r}: it has {' and '.join(ACTIVATIONS)}"
+    if config.hidden_act != "silu":
+        return f"hidden_act {config.hidden_act!r}: it has silu"
+    if capped := [trait for trait in config.traits if trait.startswith("capped")]:
+        return capped[0]
     if not config.rope_types.isdisjoint(("dynamic", "longrope")):
         return "a rotation that depends on the prompt's length"
     return None

@@ -4,7 +4,7 @@ A sum of whole multiples of one unit, each product below 2 ** 53 units, is exact
 changes it. So each row of a product's operands is rounded to whole multiples of a power of two, and any library may add
 up their products as it likes. The rounding is about as large as that of a float32 product. All else here is made of
 additions, multiplications, divisions and square roots of single numbers: IEEE 754 defines their bits, wherever a number
-stands in an array. A library's ``exp`` or ``tanh`` is not among them: it may compute the end of an array differently.
+stands in an array. A library's ``exp`` is not among them: it may compute the end of an array differently.
 """
 
 from collections import defaultdict
@@ -105,27 +105,10 @@ def exp(x: np.ndarray) -> np.ndarray:
     return y
 
 
-def tanh(x: np.ndarray) -> np.ndarray:
-    """The hyperbolic tangent of float32 numbers."""
-    return np.float32(1) - np.float32(2) / (exp(x + x) + np.float32(1))
-
-
-def activation(name: str):
-    """``"silu"`` or ``"gelu_pytorch_tanh"``, number by number."""
-    def silu(x):
-        return x / (np.float32(1) + exp(-x))
-
-    def gelu_pytorch_tanh(x):
-        inner = np.float32(0.7978845608) * (x + np.float32(0.044715) * x * x * x)
-        return np.float32(0.5) * x * (np.float32(1) + tanh(inner))
-
-    kernel = {"silu": silu, "gelu_pytorch_tanh": gelu_pytorch_tanh}[name]
-    return lambda x: torch.from_numpy(kernel(x.float().numpy())).to(x.dtype)
-
-
-def soft_cap(x: torch.Tensor, cap: float) -> torch.Tensor:
-    """:func:`tplab.model.attention.soft_cap`."""
-    return torch.from_numpy(np.float32(cap) * tanh(x.float().numpy() / np.float32(cap))).to(x.dtype)
+def silu(x: torch.Tensor) -> torch.Tensor:
+    """``x * sigmoid(x)``, number by number."""
+    wide = x.float().numpy()
+    return torch.from_numpy(wide / (np.float32(1) + exp(-wide))).to(x.dtype)
 
 
 def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -135,8 +118,7 @@ def inverse_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 @np.errstate(invalid="ignore")
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scaling: float, *,
-           softcap: float | None = None, sinks: torch.Tensor | None = None) -> torch.Tensor:
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scaling: float) -> torch.Tensor:
     """:func:`tplab.model.attention.attend`, in float32. A key that a query does not see adds an exact zero, so it does
     not matter how many of them there are."""
     dtype, head_dim = q.dtype, q.shape[-1]
@@ -144,16 +126,9 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor
     grouped = q.reshape(len(q), k.shape[1], -1, head_dim)  # the queries of a KV head stand together
     scores = matmul(whole(grouped, head_dim), whole(keys, head_dim).swapaxes(2, 3)) * scaling
     scores = scores.astype(np.float32).reshape(*q.shape[:3], -1)
-    scores = scores if softcap is None else np.float32(softcap) * tanh(scores / np.float32(softcap))
     scores = np.where(mask.numpy(), -np.float32(np.inf), scores)
-    most = scores.max(-1, keepdims=True)
-    if sinks is not None:
-        sink = sinks.float().numpy()[:, None, None]
-        most = np.maximum(most, sink)
-    weights = np.rint(exp(scores - most).astype(np.float64) * SHARES)
+    weights = np.rint(exp(scores - scores.max(-1, keepdims=True)).astype(np.float64) * SHARES)
     total = weights.sum(-1, keepdims=True)
-    if sinks is not None:
-        total += exp(sink - most).astype(np.float64) * SHARES
     # A value's unit joins its weight: what is added up below is whole in one unit for all keys.
     units = power_of_two(values.astype(np.float64))
     shares = whole((weights / total).reshape(*grouped.shape[:3], -1) * units.swapaxes(2, 3))

@@ -7,7 +7,7 @@ from types import MethodType
 import torch
 from torch import nn
 
-from tplab.invariant.kernels import Product, activation, attend, inverse_rms, soft_cap
+from tplab.invariant.kernels import Product, attend, inverse_rms, silu
 from tplab.invariant.tree import leaves_of_columns, leaves_of_heads, nodes_within, tree_sum
 from tplab.model import TensorParallelCausalLM
 from tplab.model.norm import RMSNorm
@@ -22,7 +22,7 @@ def make_batch_invariant(model: TensorParallelCausalLM) -> None:
     The weights of products are kept only in the form in which :class:`tplab.invariant.kernels.Product` takes them.
     :func:`tplab.invariant.why_not` must return None for the model.
     """
-    config, plan = model.config, model.plan
+    plan = model.plan
     model.rotary = RotaryTables(model.rotary)
     heads, columns = leaves_of_heads(plan.num_heads, plan.head_dim), leaves_of_columns(plan.intermediate_size)
     of_heads = [shard.q_heads for shard in plan.ranks]
@@ -35,13 +35,11 @@ def make_batch_invariant(model: TensorParallelCausalLM) -> None:
         tree_parallel(mlp.down_proj, columns, of_columns)
         attention.attend = MethodType(_attend, attention)
         del mlp.act
-        mlp.act = activation(config.hidden_act)
+        mlp.act = silu
     for module in model.modules():
         if isinstance(module, RMSNorm):
             module.inverse_rms = partial(inverse_rms, eps=module.eps)
     in_one_order(model.lm_head, keep_weight=model.lm_head.weight is model.embed_tokens.weight)
-    if config.final_logit_softcapping is not None:
-        model.finish = MethodType(_finish, model)
 
 
 class RotaryTables:
@@ -55,10 +53,6 @@ class RotaryTables:
         for position in set(wanted) - known.keys():
             known[position] = self.rotary(x, torch.tensor([position]), [1], *layer_type)
         return tuple(torch.cat(rows, dim=1) for rows in zip(*map(known.get, wanted)))
-
-
-def _finish(self, logits: torch.Tensor) -> torch.Tensor:
-    return soft_cap(logits / self.config.logits_scaling, self.config.final_logit_softcapping)
 
 
 def _take_weight(layer: nn.Module) -> torch.Tensor:
@@ -104,4 +98,4 @@ def _reduce(self, partial: torch.Tensor) -> torch.Tensor:
 
 
 def _attend(self, heads, q, k, v, mask) -> torch.Tensor:
-    return attend(q, k, v, mask, self.scaling, **self.options_of(heads))
+    return attend(q, k, v, mask, self.scaling)
