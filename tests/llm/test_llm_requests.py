@@ -47,23 +47,13 @@ def written(tmp_path_factory):
     ([1] * 38, r"38 prompt tokens and 4 new ones need 11 blocks of 4, but the cache has 10; ask for at most 3 tokens "
                r"\(max_tokens\), or make an LLM with num_blocks=11"),
     ("hello", "no tokenizer"), (3.5, "must be a text or a list of token ids")], ids=lambda case: quoted(case)[:30])
-def test_a_bad_prompt_is_named_and_its_neighbours_run(llm, bad, message):
+def test_a_bad_prompt_is_named_before_anything_runs(llm, bad, message):
     with pytest.raises(RequestError, match=message):
         llm.generate([bad], GREEDY)
-    alone = llm.generate([[1, 2, 3], [4, 5]], GREEDY)
-    with pytest.warns(UserWarning, match="prompt 1 cannot run, the others do") as caught:
-        first, wrong, last = llm.generate([[1, 2, 3], bad, [4, 5]], GREEDY)
-    assert len(caught) == 1 and caught[0].filename == __file__
-    assert [o.outputs[0].token_ids for o in (first, last)] == [o.outputs[0].token_ids for o in alone]
-    assert (wrong.request_id, wrong.text, wrong.finished, wrong.outputs[0].finish_reason) == (-1, "", True, "error")
-    assert isinstance(wrong.error, RequestError) and wrong.to_dict()["error"] == str(wrong.error)
+    for call in (llm.generate, lambda *request: list(llm.stream(*request))):
+        with pytest.raises(RequestError, match=f"^prompt 1: .*{message}"):
+            call([[1, 2, 3], bad, [4, 5]], GREEDY)
     assert not llm.has_unfinished_requests
-
-
-def test_all_bad_is_one_error_that_names_all(llm):
-    with pytest.raises(RequestError, match="empty") as caught:
-        llm.generate([[], [99]], GREEDY)
-    assert "99" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize("prompts, params, message", [
@@ -195,19 +185,17 @@ def test_strict_names_what_bugs_do(folder, patch, message):
 
 
 @pytest.mark.parametrize("messages", [[], "hello", [{"role": "user"}], [{"content": "a"}], [[]], None,
-                                      [{"role": 1, "content": "a"}], [[{"role": "user", "content": "a"}], [5]]])
+                                      [{"role": 1, "content": "a"}], [[{"role": "user", "content": "a"}]]])
 def test_what_is_no_conversation(written, messages):
     with pytest.raises(RequestError, match="messages must look like"):
         written.chat(messages)
 
 
 @pytest.mark.parametrize("bad", ["caf\udce9", "\ud800"])
-def test_a_text_that_is_no_unicode_is_named_and_its_neighbours_run(written, bad):
-    with pytest.raises(RequestError, match="the text cannot be read: character"):
-        written.generate(bad, GREEDY)
-    with pytest.warns(UserWarning, match="prompt 0 cannot run"):
-        wrong, right = written.chat([[{"role": "user", "content": bad}], GOOD], GREEDY)
-    assert wrong.error and right.outputs[0].token_ids == written.chat(GOOD, GREEDY)[0].outputs[0].token_ids
+def test_a_text_that_is_no_unicode_is_named(written, bad):
+    for call, prompt in ((written.generate, bad), (written.chat, [{"role": "user", "content": bad}])):
+        with pytest.raises(RequestError, match="the text cannot be read: character"):
+            call(prompt, GREEDY)
 
 
 @pytest.mark.parametrize("template, words", [
@@ -217,5 +205,3 @@ def test_a_broken_chat_template_is_named_with_its_own_words(written, monkeypatch
     monkeypatch.setattr(written.tokenizer, "chat_template", template)
     with pytest.raises(RequestError, match=f"the chat template of .* cannot write this conversation: .*{words}"):
         written.chat(GOOD)
-    with pytest.raises(RequestError, match="chat_prompt takes one conversation, not 2; chat takes several"):
-        written.chat_prompt([GOOD] * 2)

@@ -89,14 +89,15 @@ def test_nan_ends_the_request_and_says_so(folder):
         llm.add_request([4, 5, 6], params[1])
         *_, (output,) = [llm.step() for _ in range(3)]  # first, since a caller that misses the end waits for ever
         assert output.finished and isinstance(output.error, RequestError) and not llm.has_unfinished_requests
-        with pytest.warns(UserWarning, match="prompt 1 ended early, the others did not: " + message):
-            good, bad = llm.generate([[1, 2, 3], [4, 5, 6]], params)
-        assert good.outputs[0].token_ids == expected[0] and good.error is None
-        assert bad.outputs[0].token_ids == expected[1][:2] and len(bad.outputs[0].logprobs) == 2 and bad.finished
-        assert bad.outputs[0].finish_reason == "error" and bad.to_dict()["error"] == str(bad.error)
-        for call in (llm.generate, lambda *request: list(llm.stream(*request))):
-            with pytest.raises(RequestError, match=message):
-                call([4, 5, 6], params[1])
+        assert output.outputs[0].token_ids == expected[1][:2] and len(output.outputs[0].logprobs) == 2
+        assert output.outputs[0].finish_reason == "error" and output.to_dict()["error"] == str(output.error)
+        whole = {}
+        with pytest.raises(RequestError, match=message):
+            for chunk in llm.stream([[1, 2, 3], [4, 5, 6]], params):
+                whole[chunk.index] = chunk.output.outputs[0].token_ids
+        assert whole == {0: expected[0], 1: expected[1][:2]}, "the others go on to their ends"
+        with pytest.raises(RequestError, match=message):
+            llm.generate([4, 5, 6], params[1])
         assert llm.engine.pool.num_used == 0
 
 

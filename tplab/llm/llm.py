@@ -1,17 +1,17 @@
 """``LLM``: text in, text out, over tensor-parallel ranks."""
 
+import threading
 import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
 
 from tplab.checkpoint import Checkpoint, CheckpointError, open_checkpoint
-from tplab.checks import quoted, readable
+from tplab.checks import quoted, readable, whole_number
 from tplab.engine.config import EngineConfig
 from tplab.engine.core import Engine
 from tplab.engine.errors import EngineError, GenerationError, RequestError
@@ -19,8 +19,7 @@ from tplab.fast import why_not
 from tplab.invariant import refuse_unknown
 from tplab.llm.executor import LogicalExecutor, PoolExecutor
 from tplab.llm.outputs import RequestOutput, StreamChunk
-from tplab.llm.queue import RequestQueue
-from tplab.llm.requests import RejectedRequest, Request, parse_messages, parse_prompt, parse_prompts, raise_or_warn
+from tplab.llm.requests import Request, as_list, check_messages, parse_prompts
 from tplab.llm.sampling_params import SamplingParams
 from tplab.model.dtypes import parse_dtype
 from tplab.patch import applied, as_patches, in_force
@@ -89,7 +88,8 @@ class LLM:
             batch_invariant=batch_invariant, num_speculative_tokens=num_speculative_tokens)
         make_executor = executor or (LogicalExecutor if logical else partial(PoolExecutor, pool=pool))
         self.engine = Engine(make_executor(ranks), config)
-        self.requests = RequestQueue(self.engine)
+        self.unfinished: dict[int, Request] = {}
+        self._lock, self._caller = threading.Lock(), 0  # the thread that is in a call
         alone = strict or enforce_eager or logical or executor or self.patches or num_speculative_tokens
         self._num_steps = 1 if alone or why_not(self.checkpoint.config, self.dtype) else MOST_STEPS
         self._step_seconds = 0.0
@@ -111,11 +111,10 @@ class LLM:
         """End all requests, also those of a stream that is not at its end, and forget the model on every rank. Can be
         called twice.
         """
-        with nullcontext() if self.requests.is_my_turn else self.requests.turn():
+        with nullcontext() if self._caller == threading.get_ident() else self._turn():
             if not self.closed:
                 self.closed = True
-                self.requests.abort_all(self.requests.unfinished.values())
-                self.requests.changed.clear()
+                self._abort(list(self.unfinished.values()))
                 self.engine.executor.close()
 
     def __repr__(self) -> str:
@@ -151,43 +150,34 @@ class LLM:
             use_tqdm: show a progress bar; None: in a terminal, when it takes longer than two seconds.
 
         Returns:
-            One :class:`RequestOutput` per prompt, in their order. Among several prompts, one that cannot run does not
-            keep the others from running: it comes back with ``finish_reason="error"`` and its ``error``, and a
-            warning says so.
+            One :class:`RequestOutput` per prompt, in their order.
 
         Raises:
-            RequestError: the only prompt, or every one, cannot run.
+            RequestError: a prompt cannot run; none has been computed. Or a request's logits became NaN.
             GenerationError: the ranks failed; carries what had been generated.
         """
         from tqdm import tqdm
 
         bar = tqdm(desc="generate", unit=" tokens", leave=False, delay=0 if use_tqdm else 2,
                    disable=None if use_tqdm is None else not use_tqdm)
-        with bar, self._turn(prompts, sampling_params) as requests:
+        with bar, self._call(prompts, sampling_params) as requests:
             for changed in self._run(requests):
                 bar.update(sum(changed.values()))
         return [request.output() for request in requests]
 
-    def chat(self, messages, sampling_params: SamplingParams | Many[SamplingParams] | None = None, *,
-             use_tqdm: bool | None = None) -> list[RequestOutput]:
-        """:meth:`generate`'s answer to a conversation, or to several: ``[{"role": "user", "content": "…"}, …]``."""
-        def prompt(conversation):
-            try:
-                return self.chat_prompt(conversation)
-            except RequestError as error:
-                return error  # raised where prompts are looked at one by one: the other conversations go on
-        return self.generate([prompt(c) for c in parse_messages(messages)], sampling_params, use_tqdm=use_tqdm)
+    def chat(self, messages, sampling_params: SamplingParams | None = None, *, use_tqdm: bool | None = None
+             ) -> list[RequestOutput]:
+        """:meth:`generate`'s answer to a conversation: ``[{"role": "user", "content": "…"}, …]``."""
+        return self.generate([self.chat_prompt(messages)], sampling_params, use_tqdm=use_tqdm)
 
     def chat_prompt(self, messages) -> list[int]:
         """A conversation as token ids, by the checkpoint's chat template, up to where the answer begins."""
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise RequestError(f"{self.checkpoint.name} has no chat template; use generate with a prompt of its own "
                                "form")
-        conversations = parse_messages(messages)
-        if len(conversations) > 1:
-            raise RequestError(f"chat_prompt takes one conversation, not {len(conversations)}; chat takes several")
+        check_messages(messages)
         try:
-            text = self.tokenizer.apply_chat_template(conversations[0], tokenize=False, add_generation_prompt=True)
+            text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # a template is a program from the checkpoint: it can fail in any way
             raise RequestError(f"the chat template of {self.checkpoint.name} cannot write this conversation: "
                                f"{' '.join(str(error).split()) or type(error).__name__}") from error
@@ -200,85 +190,104 @@ class LLM:
         ``for chunk in llm.stream(prompt): print(chunk, end="")``. Leaving the loop early aborts what is unfinished.
         Until then, other calls of this LLM wait (in other threads) or are refused (in this one).
         """
-        with self._turn(prompts, sampling_params) as requests:
+        with self._call(prompts, sampling_params) as requests:
             index = {request: i for i, request in enumerate(requests)}
-            for changed in chain([[request for request in requests if request.error]], self._run(requests)):
+            for changed in self._run(requests):
                 for request in changed:
                     chunk = StreamChunk(index[request], request.take_certain(), request.output())
                     if chunk.text or chunk.output.finished:
                         yield chunk
 
     @contextmanager
-    def _turn(self, prompts, sampling_params) -> Iterator[list[Any]]:
+    def _turn(self) -> Iterator[None]:
+        """One call at a time; those of other threads wait. A stream is one call, until its end or its ``close()``.
+
+        Raises EngineError if this thread is in a call already: in a stream, a signal handler, or a patch.
+        """
+        if self._caller == threading.get_ident():
+            raise EngineError("this LLM is in the middle of a call of the same thread, such as a stream that was not "
+                              "read to its end; call it again when that is over (a stream ends with its close())")
+        with self._lock:
+            self._caller = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._caller = 0
+
+    @contextmanager
+    def _call(self, prompts, sampling_params) -> Iterator[list[Request]]:
         """A call with its requests; those that have not ended after it are aborted."""
-        with self.requests.turn():
-            requests = self._add_all(prompts, sampling_params)
+        with self._turn():
+            if self.unfinished:
+                raise EngineError(f"requests {', '.join(map(str, self.unfinished))} of add_request have not ended; "
+                                  "call step until they have, or abort them")
+            requests = self._add(as_list(prompts), sampling_params)
             try:
                 yield requests
             finally:
-                self.requests.abort_all(requests)
+                self._abort(requests)
 
-    def _run(self, requests: list[Any]) -> Iterator[dict[Request, int]]:
+    def _run(self, requests: list[Request]) -> Iterator[dict[Request, int]]:
         """Step until ``requests`` are done; yields those of them that changed, and how many tokens they got."""
-        while not all(request.finished for request in requests):
-            changed = {request: tokens for request, tokens in self._step(requests).items() if request in requests}
-            is_last = all(request.finished for request in requests)
+        is_last = False
+        while not is_last:
+            self._refuse_closed()  # which would have ended them
+            changed, is_last = self._step(requests), all(request.finished for request in requests)
             yield changed
-            if not is_last:
-                self._refuse_closed()  # which would have ended them
-        raise_or_warn(requests, [request for request in requests if request.request_id is not None],
-                      "ended early, the others did not", 4)
+        if failed := [request.error for request in requests if request.error]:
+            raise failed[0]
 
     # Step by step.
 
     def add_request(self, prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue one prompt for :meth:`step`; returns its number. Errors as in :meth:`generate`."""
-        with self.requests.turn():
-            (request,) = self._add_all([parse_prompt(prompt)], sampling_params, is_stepped=True)
+        with self._turn():
+            (request,) = self._add([prompt], sampling_params)
         return request.request_id
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Whether :meth:`step` has something to compute or to return."""
-        return bool(self.requests.unfinished or self.requests.changed)
+        """Whether :meth:`step` has something to compute."""
+        return bool(self.unfinished)
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step.
-
-        Returns:
-            Outputs of those requests of :meth:`add_request` that got a token or ended since the last call, in this step
-            or in steps of a :meth:`generate` or :meth:`stream` in between; each once, as it is now.
-        """
-        with self.requests.turn():
+        """Compute one step. Returns the outputs, as they are now, of the requests that got a token or ended."""
+        with self._turn():
             self._refuse_closed()
-            if self.requests.unfinished:
-                self._step()
-            changed = list(self.requests.changed)
-            self.requests.changed.clear()
-            return [request.output() for request in changed]
+            return [request.output() for request in self._step()] if self.unfinished else []
 
     def abort(self, request_id: int) -> RequestOutput:
         """End an unfinished request now; what it has so far. Its blocks are free at once. RequestError for others."""
-        with self.requests.turn():
-            request = self.requests.abort(request_id)
-            self.requests.changed.pop(request, None)  # handed out here
+        with self._turn():
+            number = whole_number(request_id)
+            if number is None or number not in self.unfinished:
+                raise RequestError(f"there is no unfinished request {quoted(request_id)}; there are: "
+                                   f"{', '.join(map(str, self.unfinished)) or 'none'}")
+            request = self.unfinished[number]
+            self._abort([request])
             return request.output()
 
     # Parts.
 
-    def _add_all(self, prompts, sampling_params, is_stepped: bool = False) -> list[Any]:
+    def _add(self, prompts, sampling_params) -> list[Request]:
+        """Queue all prompts, or none if one of them cannot run."""
         self._refuse_closed()
-        requests: list[Any] = []
-        for prompt, params in parse_prompts(prompts, sampling_params):
+        requests = []
+        for number, (prompt, params) in enumerate(pairs := parse_prompts(prompts, sampling_params)):
             try:
-                requests.append(Request(self, prompt, params, is_stepped))
+                requests.append(Request(self, prompt, params))
             except RequestError as error:
-                requests.append(RejectedRequest(prompt, error))
-        raise_or_warn(requests, requests, "cannot run, the others do", 6)
+                raise RequestError(f"prompt {number}: {error}" if len(pairs) > 1 else str(error)) from None
         for request in requests:
-            if not request.error:
-                self.requests.add(request)
+            request.sequence = self.engine.add(request.prompt_token_ids, request.params)
+            self.unfinished[request.request_id] = request
         return requests
+
+    def _abort(self, requests: list[Request]) -> None:
+        """End those of ``requests`` that have not ended."""
+        for request in requests:
+            if self.unfinished.pop(request.request_id, None):
+                self.engine.finish(request.sequence, "abort")
 
     def _refuse_closed(self) -> None:
         if self.closed:
@@ -296,9 +305,10 @@ class LLM:
                 # Where there is nothing to decide for several quick steps, the ranks wait only once for this process.
                 several = requests and not in_force() and self._step_seconds * self._num_steps < CALL_SECONDS
                 begin, number = time.perf_counter(), self.scheduler.step_number
-                changed = self.requests.step(self._num_steps if several else 1)
+                self.engine.step(self._num_steps if several else 1)
                 self._step_seconds = (time.perf_counter() - begin) / max(1, self.scheduler.step_number - number)
-                return changed
+                changed = {request: tokens for request in self.unfinished.values()
+                           if (tokens := request.advance(self.engine)) or request.finished}
         except RankError as error:
             if not requests:
                 raise
@@ -306,3 +316,7 @@ class LLM:
             generated = sum(len(output.outputs[0].token_ids) for output in outputs)
             raise GenerationError(f"{error}\n{generated} tokens had been generated by then; they are in this error's "
                                   f".outputs", outputs) from error
+        for request in changed:
+            if request.finished:
+                del self.unfinished[request.request_id]
+        return changed

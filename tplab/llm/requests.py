@@ -1,37 +1,26 @@
 """Requests: prompts and parameters as the user gives them, checked; text kept beside the token ids."""
 
-import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 from tplab.checks import quoted, readable, whole_number
 from tplab.engine.errors import RequestError
 from tplab.llm.detokenizer import Detokenizer
-from tplab.llm.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from tplab.llm.outputs import CompletionOutput, Logprob, RequestOutput
 from tplab.llm.sampling_params import SamplingParams
 
 
-def _is_ids(prompt) -> bool:
-    return isinstance(prompt, list | tuple) and all(whole_number(t) is not None for t in prompt)
+def as_list(prompts):
+    """A single prompt, a text or token ids, as a list of it; a list of prompts as it is."""
+    is_ids = isinstance(prompts, list | tuple) and prompts and all(whole_number(t) is not None for t in prompts)
+    return [prompts] if isinstance(prompts, str) or is_ids else prompts
 
 
-def parse_prompt(prompt):
-    """``prompt`` itself, a text or a list of token ids. Raises RequestError for anything else. A ``prompt`` that is a
-    RequestError (a conversation that could not be written) is raised."""
-    if isinstance(prompt, RequestError):
-        raise prompt
-    if not isinstance(prompt, str | list | tuple):
-        raise RequestError(f"a prompt must be a text or a list of token ids, not {quoted(prompt)}")
-    return prompt
-
-
-def parse_prompts(prompts, params) -> Iterator[tuple[object, SamplingParams]]:
+def parse_prompts(prompts, params) -> list[tuple[object, SamplingParams]]:
     """Pairs of prompt and parameters; whether a prompt can run is decided later.
 
     Raises RequestError if there is no prompt, or if the number of parameters is not that of the prompts.
     """
-    prompts = [prompts] if isinstance(prompts, str) or (_is_ids(prompts) and prompts) else prompts
     if not isinstance(prompts, list | tuple) or not prompts:
         raise RequestError("prompts must be a text, token ids, or a list of these with at least one, not "
                            f"{quoted(prompts)}")
@@ -41,36 +30,29 @@ def parse_prompts(prompts, params) -> Iterator[tuple[object, SamplingParams]]:
         raise RequestError(f"sampling_params must be SamplingParams or a list of them, not {quoted(params)}")
     if len(params) != len(prompts):
         raise RequestError(f"there are {len(prompts)} prompts, but {len(params)} sampling_params")
-    return zip(prompts, params)
+    return list(zip(prompts, params))
 
 
-def parse_messages(messages) -> list[list[dict]]:
-    """One conversation or several → a list of conversations; RequestError says which form they must have."""
-    single = isinstance(messages, list | tuple) and messages and isinstance(messages[0], dict)
-    conversations = [messages] if single else messages
-    good = isinstance(conversations, list | tuple) and conversations and all(
-        isinstance(c, list | tuple) and c and all(
-            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in c)
-        for c in conversations)
-    if not good:
-        raise RequestError('messages must look like [{"role": "user", "content": "…"}, …], or be a list of such lists')
-    return list(conversations)
+def check_messages(messages) -> None:
+    """RequestError says which form a conversation must have."""
+    if not isinstance(messages, list | tuple) or not messages or not all(
+            isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+            for m in messages):
+        raise RequestError('messages must look like [{"role": "user", "content": "…"}, …]')
 
 
 class Request:
-    """One prompt in work: its sequence of tokens and its text. Raises RequestError if it cannot run.
+    """One prompt in work: its sequence of tokens and its text. Raises RequestError if it cannot run."""
 
-    ``is_stepped``: ``LLM.step`` returns it, not the call that queued it.
-    """
-
-    def __init__(self, llm, prompt, params: SamplingParams, is_stepped: bool = False):
-        self.prompt = prompt if isinstance(parse_prompt(prompt), str) else None
-        self.params, self.is_stepped = params, is_stepped
+    def __init__(self, llm, prompt, params: SamplingParams):
+        if not isinstance(prompt, str | list | tuple):
+            raise RequestError(f"a prompt must be a text or a list of token ids, not {quoted(prompt)}")
+        self.prompt, self.params = prompt if isinstance(prompt, str) else None, params
         self.sequence: Any = None  # the engine's, once it is queued
         tokenizer = llm.tokenizer
         if tokenizer is None and (self.prompt is not None or params.stop):
             raise RequestError(f"{llm.checkpoint.name} has no tokenizer: give token ids, and no stop texts")
-        ids = list(prompt) if self.prompt is None else tokenizer(readable(prompt, RequestError)).input_ids
+        ids = list(prompt) if self.prompt is None else tokenizer(readable(self.prompt, RequestError)).input_ids
         llm.engine.check_prompt(ids, params)
         self.prompt_token_ids = [int(token) for token in ids]
         self.tokenizer = tokenizer
@@ -127,40 +109,3 @@ class Request:
                                       self.logprobs and list(self.logprobs))
         return RequestOutput(s.request_id, self.prompt, list(self.prompt_token_ids), [completion], self.finished,
                              replace(s.metrics), s.error)
-
-
-class RejectedRequest:
-    """A request that cannot run, beside others that can."""
-
-    request_id = None
-    finished = True
-
-    def __init__(self, prompt, error: RequestError):
-        self.prompt, self.error = prompt, error
-
-    def take_certain(self) -> str:
-        """Nothing to show."""
-        return ""
-
-    def output(self) -> RequestOutput:
-        """No output, and why."""
-        text = self.prompt if isinstance(self.prompt, str) else None
-        ids = list(self.prompt) if isinstance(self.prompt, list | tuple) else []
-        return RequestOutput(-1, text, ids, [CompletionOutput(finish_reason="error")], True, RequestMetrics(),
-                             self.error)
-
-
-def raise_or_warn(requests: list, new: list, what: str, stacklevel: int) -> None:
-    """Raise the first error if all of a call's requests failed; otherwise warn of each, so that the others can go on.
-
-    ``new``: requests whose errors were not reported yet. ``what``: the end of the warning's sentence.
-    ``stacklevel``: how many calls up, from here, the user's is.
-    """
-    failed = [request.error for request in requests if request.error]
-    if len(failed) == len(requests):
-        for error in failed[1:]:
-            failed[0].add_note(f"also: {error}")
-        raise failed[0]
-    for i, request in enumerate(requests):
-        if request in new and request.error:
-            warnings.warn(f"prompt {i} {what}: {request.error}", stacklevel=stacklevel)
