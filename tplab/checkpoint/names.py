@@ -1,7 +1,11 @@
 """From what a user types to a folder on disk."""
 
+import atexit
 import os
 import re
+import shutil
+import sys
+import tempfile
 from pathlib import Path
 
 from tplab.checks import did_you_mean, quoted
@@ -19,11 +23,24 @@ KNOWN = "'fable', 'fable-moe', 'smollm2', a folder, or a hub id such as 'Qwen/Qw
 def cache_dir() -> Path:
     """The folder for fetched models and compiled code; it may not exist yet.
 
-    ``$TPLAB_CACHE`` if set, else ``$XDG_CACHE_HOME/tplab``, else ``~/.cache/tplab``.
+    ``$TPLAB_CACHE`` if set, else ``$XDG_CACHE_HOME/tplab``, else ``~/.cache/tplab``. A user without a home folder gets
+    a temporary one, which ends with this process; a line on stderr says so.
     """
     if folder := os.environ.get("TPLAB_CACHE"):
         return Path(os.path.expanduser(folder))
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "tplab"
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared) / "tplab"
+    home = Path(os.path.expanduser("~"))  # "/" if $HOME is empty, "~" for a user who is in no list of users
+    return home / ".cache" / "tplab" if home.is_dir() and home != home.parent else _temporary_cache()
+
+
+def _temporary_cache() -> Path:
+    folder = tempfile.mkdtemp(prefix=f"tplab-{os.getpid()}-cache-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    os.environ["TPLAB_CACHE"] = folder  # also for this process's ranks and commands
+    print(f"tplab: there is no home folder for a cache, so {folder} is used until this process ends; $TPLAB_CACHE "
+          "names a lasting one", file=sys.stderr)
+    return Path(folder)
 
 
 def resolve(name: str | os.PathLike) -> Path:
