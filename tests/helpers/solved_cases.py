@@ -1,14 +1,21 @@
 """The cases solve themselves: with the lab's own instruments, and the repairs that their files hold."""
 
-from contextlib import redirect_stdout
-from io import StringIO
-
-from course.cases import NOWHERE
-from course.cases.repairing import judge_repair
+from course.cases.answering import check_what_and_why, check_where
+from course.cases.case_file import NOWHERE, engines_own, patches_at
+from course.cases.repairing import examine
 from course.cases.sealed import OpenCase
+from course.judge.words import NotYet
 from tplab.align import AlignReport, diagnose
 from tplab.errors import TplabError
-from tplab.patch import as_patches
+
+
+def refused(function, *args) -> str:
+    """What is wrong; the empty string if nothing is."""
+    try:
+        function(*args)
+    except NotYet as wrong:
+        return str(wrong)
+    return ""
 
 
 class Solved:
@@ -25,16 +32,15 @@ class Solved:
             self.named += [bug.fault for bug in found]
             left = [bug for bug in left if bug not in found]
         self.left = left
-        with redirect_stdout(StringIO()):
-            self.answer = case.answer([bug.place for bug in self.file.bugs] or [NOWHERE], list(self.file.kinds),
-                                      next(why for why, wrong in self.file.why.items() if not wrong)).sentence
-            cures = {bug.place: bug.right for bug in self.file.bugs} or self.file.cure
-            self.repair, *self.hidden = (judge_repair(case, one, seed=seed)
-                                         for one in (cures, *self.file.false_repairs))
+        why = next(why for why, wrong in self.file.why.items() if not wrong)
+        self.answer = refused(check_where, self.file, [*self.file.repair], case._places) or refused(
+            check_what_and_why, self.file, list(self.file.kinds), why)
+        self.repair, *self.hidden = (refused(examine, case, one, seed)
+                                     for one in (self.file.repair, *self.file.false_repairs))
 
     def _look(self, mended) -> tuple[str, set[str]]:
         """The reported run with these bugs mended: where it shows, and the names that the diagnosis has for it."""
-        patches = (*self.file.patches, *as_patches([patch for bug in mended for patch in bug.repair]))
+        patches = (*self.file.patches, *patches_at({bug.place: engines_own(bug.place) for bug in mended}))
         try:
             report: AlignReport | TplabError = self.case._run(self.case.trial, patches)
         except TplabError as error:

@@ -10,20 +10,8 @@ import re
 from dataclasses import replace
 from importlib import import_module
 
-from course.cases.case_file import (
-    NOWHERE,
-    Bug,
-    CaseFile,
-    Trial,
-    code_at,
-    edited,
-    engines_own,
-    patches_at,
-    places,
-)
+from course.cases.case_file import CaseFile
 
 CASES: dict[str, CaseFile] = {name: replace(import_module(f"{__name__}.{name}").CASE, name=name)
                               for name in sorted(one.name for one in pkgutil.iter_modules(__path__))
                               if re.fullmatch(r"case_\d+", name)}
-
-__all__ = ["CASES", "NOWHERE", "Bug", "CaseFile", "Trial", "code_at", "edited", "engines_own", "patches_at", "places"]

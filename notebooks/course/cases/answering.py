@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from course.cases import CASES, NOWHERE, CaseFile, places
+from course.cases import CASES, CaseFile
+from course.cases.case_file import NOWHERE
 from course.judge.words import NotYet
 from tplab.checks import did_you_mean
 from tplab.show.phrases import in_width
@@ -13,51 +14,26 @@ def kinds() -> list[str]:
     return sorted({kind for file in CASES.values() for kind in file.kinds})
 
 
-def choices(file: CaseFile, found: bool) -> str:
-    """What *what* can be, and *why* where the place is ``found``: it would tell where to look."""
-    shown = {"what": kinds()} | ({"why": sorted(file.why)} if found else {})
+def choices(file: CaseFile, is_found: bool) -> str:
+    """What *what* can be, and *why* where the place is found: it would tell where to look."""
+    shown = {"what": kinds()} | ({"why": sorted(file.why)} if is_found else {})
     lines = [line for name, some in shown.items()
              for line in (f"{name}:", *(in_width(f"  {one}", "    ") for one in some))]
-    return "\n".join(lines + ["why: asked when where is right"] * (not found))
+    return "\n".join(lines + ["why: asked when where is right"] * (not is_found))
 
 
 def place_called(name, known: Sequence[str]) -> str:
-    """The place of that name, which may be dotted; NotYet if there is none."""
+    """The place of that name; NotYet if there is none."""
     if name in (*known, NOWHERE):
         return name
-    found = [place for place in known if isinstance(name, str) and any(
-        target == name or target.endswith("." + name) for target in places()[place])]
-    if len(found) == 1:
-        return found[0]
     meant = did_you_mean(str(name), known) or "."
     raise NotYet(f"where: there is no function {name!r} in the engine's core{meant} If the engine is right, say "
                  f"{NOWHERE!r}.")
 
 
-def listed(given) -> list:
-    """One or several, as a list."""
-    if isinstance(given, list | tuple | set):
-        return list(given)
-    return [] if isinstance(given, str | None) and not given else [given]
-
-
-def judge_answer(file: CaseFile, where, what, why: str, known: Sequence[str]) -> tuple[bool, str]:
-    """Judge and print: whether *where* is right, and what is wrong in the answer; the empty string if nothing is."""
-    found = False
-    try:
-        _where(file, [place_called(name, known) for name in listed(where)])
-        found = True
-        _what(file, [_chosen("what", one, kinds()) for one in listed(what)])
-        _why(file, why)
-    except NotYet as wrong:
-        print(in_width(f"NOT YET  case {file.number}: {wrong}", " " * 9))
-        return found, str(wrong)
-    print(f"RIGHT  case {file.number}: where, what and why.")
-    return found, ""
-
-
-def _where(file: CaseFile, said: list[str]) -> None:
-    true = [bug.place for bug in file.bugs] or [NOWHERE]
+def check_where(file: CaseFile, where: str | Sequence[str], known: Sequence[str]) -> None:
+    """NotYet if *where* is not where something is wrong."""
+    true, said = [*file.repair], [place_called(name, known) for name in _listed(where)]
     if not said:
         raise NotYet("where is not answered: name the function that is wrong (report.guilty names the points)")
     if len(said) > 3:
@@ -74,7 +50,9 @@ def _where(file: CaseFile, said: list[str]) -> None:
                      f"wrong ({missing} more to find)")
 
 
-def _what(file: CaseFile, said: list[str]) -> None:
+def check_what_and_why(file: CaseFile, what: str | Sequence[str], why: str) -> None:
+    """NotYet if *what* or *why* is wrong."""
+    said = [_chosen("what", one, kinds()) for one in _listed(what)]
     if not said:
         raise NotYet("where is right; what is not answered: case.choices() prints what it can be")
     for one in said:
@@ -82,14 +60,15 @@ def _what(file: CaseFile, said: list[str]) -> None:
             raise NotYet(f"where is right; what is not {one!r}: compare what goes in with what comes out there")
     if set(file.kinds) - set(said):
         raise NotYet(f"where is right, and so is {said[0]!r}; the other bug is of another kind")
-
-
-def _why(file: CaseFile, said: str) -> None:
-    if not said:
+    if not why:
         raise NotYet("where and what are right; why is not answered: case.choices() prints what it can be")
-    why = _chosen("why", said, sorted(file.why))
-    if file.why[why]:
-        raise NotYet(f"where and what are right; why is not: {file.why[why]}")
+    if wrong := file.why[_chosen("why", why, sorted(file.why))]:
+        raise NotYet(f"where and what are right; why is not: {wrong}")
+
+
+def _listed(given: str | Sequence[str]) -> list[str]:
+    """One or several, as a list."""
+    return list(given) if isinstance(given, list | tuple | set) else [given] * (given != "")
 
 
 def _chosen(question: str, said, options: list[str]) -> str:

@@ -6,14 +6,13 @@ a case shows a symptom and keeps the rest sealed, and ``course.lesson`` opens it
 
 import ast
 import inspect
-import linecache
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from pkgutil import resolve_name
 
+from course.judge import exercise
 from tplab.faults.fault import anywhere
 from tplab.patch import Patch, original
 
@@ -43,25 +42,10 @@ class Bug:
     what: str  # the kind of mistake, among those of all cases
     fault: str  # what the diagnosis calls it
 
-    @property
-    def right(self) -> Callable:
-        """The repair: the engine's own code."""
-        return engines_own(self.place)
-
-    @property
-    def patches(self) -> tuple[Patch, ...]:
-        """The broken engine's patches for this bug."""
-        return patches_at(self.place, self.wrong)
-
-    @property
-    def repair(self) -> tuple[Patch, ...]:
-        """Patches that repair it."""
-        return patches_at(self.place, self.right)
-
 
 @dataclass(frozen=True, kw_only=True)
 class CaseFile:
-    """One sealed case; see :mod:`course.cases` for how to write one."""
+    """One sealed case; CONTRIBUTING says how to write one."""
 
     title: str  # as its user would name the issue
     report: str  # the issue in the user's words; {ranks} is how many ranks ran
@@ -71,8 +55,7 @@ class CaseFile:
     why: Mapping[str, str]  # explanation → why it is none; the empty string at the right one
     elsewhere: Mapping[str, str] = field(default_factory=dict)  # place that looks guilty → why it is not
     hints: Sequence[str]  # each says more than the one before
-    # Repairs that leave a bug in, or pay for it elsewhere: {place: function}, or what `examine` takes.
-    false_repairs: Sequence
+    false_repairs: Sequence[Mapping[str, Callable]]  # {place: function}; they leave a bug in, or pay for it elsewhere
     production: str  # what a repair that hides the symptom does to its users
     budget: int = 8  # runs
     after: str = ""  # a notebook behind the cases' own that it is about
@@ -93,7 +76,12 @@ class CaseFile:
     @property
     def patches(self) -> tuple[Patch, ...]:
         """All that is wrong: whatever has ``patches`` can be applied."""
-        return tuple(patch for bug in self.bugs for patch in bug.patches)
+        return patches_at({bug.place: bug.wrong for bug in self.bugs})
+
+    @property
+    def repair(self) -> dict[str, Callable]:
+        """A right repair, by where something is wrong: the engine's own code."""
+        return {bug.place: engines_own(bug.place) for bug in self.bugs} or {NOWHERE: self.cure}
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -123,22 +111,18 @@ def places() -> dict[str, tuple[str, ...]]:
             if getattr(one, "__module__", None) != module.__name__:
                 continue
             if inspect.isfunction(one):
-                found[name] = tuple(f"{other.__name__}.{name}" for other in (module, *modules)
+                found[name] = tuple(f"{other.__name__}.{name}" for other in dict.fromkeys((module, *modules))
                                     if vars(other).get(name) is one)
             elif inspect.isclass(one) and not issubclass(one, tuple):
-                found |= {f"{name}.{method}": (f"{module.__name__}.{name}.{method}",) for method in _methods(one)}
-    return {name: tuple(dict.fromkeys(targets)) for name, targets in found.items()}
+                found |= {f"{name}.{method}": (f"{module.__name__}.{name}.{method}",) for method, of in
+                          inspect.getmembers(one, inspect.isfunction) if of.__module__.startswith("tplab.")
+                          and (not method.startswith("__") or method in ("__init__", "__call__"))}
+    return found
 
 
-def _methods(one: type) -> list[str]:
-    """A class's own functions and those it has from another class of the engine."""
-    return [name for name, what in inspect.getmembers(one, inspect.isfunction)
-            if what.__module__.startswith("tplab.") and (not name.startswith("__") or name in ("__init__", "__call__"))]
-
-
-def patches_at(place: str, function: Callable) -> tuple[Patch, ...]:
-    """The patches that put ``function`` at a place of :func:`places`, wherever the engine calls it."""
-    return tuple(Patch(target, function) for target in places()[place])
+def patches_at(functions: Mapping[str, Callable]) -> tuple[Patch, ...]:
+    """The patches that put each function at its place of :func:`places`, wherever the engine calls it."""
+    return tuple(Patch(target, function) for place, function in functions.items() for target in places()[place])
 
 
 def engines_own(place: str) -> Callable:
@@ -147,19 +131,9 @@ def engines_own(place: str) -> Callable:
 
 
 def edited(place: str, edits: str, **names) -> Callable:
-    """The engine's own function with its text changed: ``"old -> new ;; old -> new"``. So a change of the engine
-    changes the case, or raises ValueError where it has no ``old`` any more. ``names``: what the new text needs and the
-    engine's file does not have."""
-    function = engines_own(place)
-    source = textwrap.dedent(inspect.getsource(function))
-    for old, new in (one.split(" -> ") for one in edits.split(" ;; ")):
-        if source.count(old) != 1:
-            raise ValueError(f"{place} of the engine has {source.count(old)} times {old!r}; the case changes one")
-        source = source.replace(old, new)
-    file, space = f"<case: {place}>", {**function.__globals__, **names}
-    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
-    exec(compile(source, file, "exec"), space)
-    return space[function.__name__]
+    """The engine's own function with its text changed, so that a change of the engine changes the case, too: see
+    :func:`course.judge.exercise.edited`. ``names``: what the new text needs and the engine's file does not have."""
+    return exercise.edited(engines_own(place), edits, **names)
 
 
 def code_at(place: str) -> str:

@@ -1,40 +1,20 @@
 """A repair judged: the mended engine on the ranks, beside Hugging Face, with inputs not seen before."""
 
-import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 
-from course.cases import NOWHERE, CaseFile, Trial, patches_at
-from course.cases.answering import listed, place_called
-from course.judge.limit import limited
+from course.cases.answering import place_called
+from course.cases.case_file import NOWHERE, CaseFile, Trial, patches_at
 from course.judge.observe import as_it_was
 from course.judge.words import NotYet, in_words
 from tplab.align import AlignReport, diagnose
 from tplab.checkpoint import Checkpoint
 from tplab.checks import counted
 from tplab.patch import Patch, PatchError
-from tplab.show.phrases import in_width
 
 _SMALL = 1 << 20  # weights of a matrix; smollm2's largest have 885,000
-
-
-def judge_repair(case, repair, where: str | Sequence[str] = "", seed: int | None = None) -> str:
-    """Judge the repair of an :class:`OpenCase <course.cases.sealed.OpenCase>` and print; what is wrong, or the
-    empty string. ``seed``: of the inputs; a fresh one if None."""
-    seed, file = secrets.randbits(31) if seed is None else seed, case._file
-    try:
-        with one_thread_if_small(case.checkpoint.config):
-            if file.examine is not None:
-                remark = limited(_examined, case, functions(repair), seed)
-            else:
-                remark = limited(_examine, case, _patches(repair, where, case._places), seed)
-    except NotYet as wrong:
-        print(in_width(f"NOT YET  case {file.number}: {wrong}", " " * 9))
-        return str(wrong)
-    print(in_width(f"PASS  case {file.number}: {remark}", " " * 6))
-    return ""
 
 
 @contextmanager
@@ -47,48 +27,37 @@ def one_thread_if_small(config) -> Iterator[None]:
         yield
 
 
-def unseen(ckpt: Checkpoint, seed: int):
+def examine(case, repair, seed: int) -> str:
+    """What is true of a right repair of an :class:`OpenCase <course.cases.sealed.OpenCase>`, ``{place: function}``;
+    NotYet with what is wrong in it. ``seed``: of the inputs."""
+    file: CaseFile = case._file
+    if not isinstance(repair, Mapping) or not repair:
+        raise NotYet("there is no repair: give {place: function}, such as {'RowParallelLinear.reduce': my_reduce}")
+    if file.examine is not None and len(repair) > 1:
+        raise NotYet("the repair of this case is one function")
+    for name, function in repair.items():
+        place = place_called(name, case._places)
+        if not callable(function) or place == NOWHERE and file.examine is None:
+            raise NotYet(f"the repair for {name!r} is {type(function).__name__}; a function of the engine is replaced "
+                         "by a function")
+    with one_thread_if_small(case.checkpoint.config):
+        if file.examine is None:
+            return _in_the_engine(case, patches_at(repair), seed)
+        try:
+            return file.examine(*repair.values(), case.checkpoint, case.tensor_parallel_size, seed)
+        except ValueError as wrong:
+            raise NotYet(str(wrong)) from wrong
+        except Exception as error:  # of the learner's code
+            raise NotYet(in_words(error)) from error
+
+
+def unseen(ckpt: Checkpoint, seed: int) -> Callable[[int], list[int]]:
     """``take(count)``: random token ids, others with every seed."""
     generator = torch.Generator().manual_seed(seed)
     return lambda count: torch.randint(ckpt.config.vocab_size, (count,), generator=generator).tolist()
 
 
-def _examined(case, repair: list, seed: int) -> str:
-    if len(repair) != 1 or not callable(repair[0]):
-        raise NotYet("the repair of this case is one function")
-    try:
-        return case._file.examine(repair[0], case.checkpoint, case.tensor_parallel_size, seed)
-    except ValueError as wrong:
-        raise NotYet(str(wrong)) from wrong
-    except Exception as error:  # of the learner's code
-        raise NotYet(in_words(error)) from error
-
-
-def functions(repair) -> list:
-    """Those of a repair, however it is given."""
-    return list(repair.values()) if isinstance(repair, Mapping) else listed(repair)
-
-
-def _patches(repair, where, known: Sequence[str]) -> tuple[Patch, ...]:
-    """What the learner gives, as patches of the engine."""
-    if callable(repair):
-        at = listed(where)
-        if len(at) != 1:
-            raise NotYet("a function alone does not say what it replaces: give {place: function}")
-        repair = {at[0]: repair}
-    if not isinstance(repair, Mapping) or not repair:
-        raise NotYet("there is no repair: give {place: function}, such as {'RowParallelLinear.reduce': my_reduce}")
-    found: list[Patch] = []
-    for name, function in repair.items():
-        place = place_called(name, known)
-        if place == NOWHERE or not callable(function):
-            raise NotYet(f"the repair for {name!r} is {type(function).__name__}; a function of the engine is replaced "
-                         "by a function")
-        found += patches_at(place, function)
-    return tuple(found)
-
-
-def _examine(case, patches: tuple[Patch, ...], seed: int) -> str:
+def _in_the_engine(case, patches: Sequence[Patch], seed: int) -> str:
     file: CaseFile = case._file
     mended, reports = (*file.patches, *patches), []  # the last one at a place is in force
     try:
@@ -123,10 +92,9 @@ def _run(case, trial: Trial, patches, size: int, logical: bool = False) -> Align
         raise NotYet(str(error)) from error
     except Exception as error:  # of the learner's code, on the ranks or in the scheduler
         raise NotYet(in_words(error)) from error
-    # What its own bug is called would spare the learner the price of the diagnosis.
     only_rounding = not (report.ok or report.guilty or found.fault or report.recording.contradictions)  # it adds up
     if not (found.ok or only_rounding):
+        # What its own bug is called would spare the learner the price of the diagnosis.
         own = {bug.fault for bug in case._file.bugs}.intersection(found.names)
-        raise NotYet(f"{found.point} is still not what it should be" if own else
-                     found.sentence if found.fault else f"{found.point} is not what it should be")
+        raise NotYet(found.sentence if found.fault and not own else f"{found.point} is not what it should be")
     return report

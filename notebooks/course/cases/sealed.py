@@ -1,15 +1,17 @@
 """``OpenCase``: a case as its learner has it: a sealed engine, the instruments on it, and runs that are counted."""
 
-from collections.abc import Iterator, Sequence
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import cycle, islice
 
-from course.cases import CASES, CaseFile, Trial, code_at, places
-from course.cases.answering import choices, judge_answer, place_called
-from course.cases.repairing import functions, judge_repair
+from course.cases import CASES
+from course.cases.answering import check_what_and_why, check_where, choices, place_called
+from course.cases.case_file import CaseFile, Trial, code_at, places
+from course.cases.repairing import examine
 from course.judge import progress_file
 from course.judge.answers import default_prompt, greedy
-from course.judge.verdict import Verdict
+from course.judge.limit import limited
 from course.judge.words import NotYet
 from tplab.align import AlignReport, align, align_decode, diagnose, hf_greedy
 from tplab.align.run import check_prompts
@@ -34,15 +36,13 @@ class OpenCase:
                  tensor_parallel_size: int = 2):
         self._file, self._places = file, tuple(places())  # named while nothing is patched
         self.checkpoint = open_checkpoint(model)
-        tensor_parallel_size = positive_int("tensor_parallel_size", tensor_parallel_size, CaseError)
-        ranks = file.ranks_for(self.checkpoint.config, tensor_parallel_size)
+        asked = positive_int("tensor_parallel_size", tensor_parallel_size, CaseError)
+        ranks = file.ranks_for(self.checkpoint.config, asked)
         if ranks is None:
             raise CaseError(f"case {file.number} cannot show with {self.checkpoint.name} on up to four ranks")
-        self.number, self.title = file.number, file.title
-        self.asked_ranks, self.tensor_parallel_size = tensor_parallel_size, ranks
-        self.runs_left, self._hints, self.found, self._answered = file.budget, 0, False, ("", "", "")
-        self.prompt = prompt or default_prompt(self.checkpoint)
-        (ids,) = check_prompts(self.checkpoint, [self.prompt])
+        self.asked_ranks, self.tensor_parallel_size = asked, ranks
+        self.runs_left, self._hints, self._is_found = file.budget, iter(file.hints), False
+        (ids,) = check_prompts(self.checkpoint, [prompt or default_prompt(self.checkpoint)])
         text = cycle(ids)
         self.trial = file.trials(lambda count: list(islice(text, count)))[0]
 
@@ -53,7 +53,7 @@ class OpenCase:
         """The report as its user wrote it."""
         size, asked = self.tensor_parallel_size, self.asked_ranks
         ranks = counted(size, "rank") + f", since with {asked} nothing is wrong to be seen" * (size != asked)
-        return "\n\n".join([f"Case {self.number}: {self.title}",
+        return "\n\n".join([f"Case {self._file.number}: {self._file.title}",
                             in_width(self._file.report.format(ranks=size), ""), in_width(
                                 f"The run: {self.trial.says}; {ranks}. Budget: {self.runs_left} runs.", "")])
 
@@ -138,47 +138,37 @@ class OpenCase:
 
     def hint(self) -> None:
         """Print the next hint. Each says more than the one before."""
-        if self._hints == len(self._file.hints):
-            print("There are no more hints.")
-            return
-        self._hints += 1
-        print(in_width(f"Hint {self._hints} of {len(self._file.hints)}: {self._file.hints[self._hints - 1]}", "  "))
+        print(in_width(next(self._hints, "There are no more hints."), "  "))
 
     def choices(self) -> None:
         """Print what *what* can be, and *why* once *where* is right: any function of the engine's core, such as
         ``attend``."""
-        print(choices(self._file, self.found))
+        print(choices(self._file, self._is_found))
 
-    def answer(self, where: str | Sequence[str] = "", what: str | Sequence[str] = "", why: str = "") -> Verdict:
-        """Judge *where* (functions), *what* and *why* (of :meth:`choices`, or their beginnings), and print the verdict.
-        Where there are two bugs, *where* and *what* are lists."""
-        found, wrong = judge_answer(self._file, where, what, why, self._places)
-        self.found = self.found or found
-        if not wrong:
-            self._answered = where, what, why
-        return Verdict(self._file.name, wrong)
-
-    def mend(self, repair, where: str | Sequence[str] = "") -> str:
-        """Judge a repair, ``{place: function}`` or one function for the place ``where``, on unseen inputs; prints
-        the verdict, and returns what is wrong."""
-        return judge_repair(self, repair, where)
-
-    def close(self, where="", what="", why="", repair=None) -> bool:
-        """Answer and mend at once; solved where both pass, and then :func:`course.lesson.progress` keeps it. With no
-        answer given, the right one of :meth:`answer` counts."""
-        if not (where or what or why):
-            where, what, why = self._answered
-        solved = self.answer(where, what, why).passed and not self.mend(repair, where)
-        if callable(first := next(iter(functions(repair)), None)):
-            progress_file.note(self._file.name, first, passed=solved)
-        return solved
+    def close(self, where: str | Sequence[str] = "", what: str | Sequence[str] = "", why: str = "",
+              repair: Mapping | None = None) -> bool:
+        """Judge *where* (functions), *what* and *why* (of :meth:`choices`, or their beginnings), then the repair,
+        ``{place: function}``, on unseen inputs; print the verdict. Where there are two bugs, *where* and *what* are
+        lists. Solved where all are right, and then :func:`course.lesson.progress` keeps it."""
+        number = self._file.number
+        try:
+            check_where(self._file, where, self._places)
+            self._is_found = True
+            check_what_and_why(self._file, what, why)
+            print(f"RIGHT  case {number}: where, what and why.")
+            remark = limited(examine, self, repair, secrets.randbits(31))
+        except NotYet as wrong:
+            print(in_width(f"NOT YET  case {number}: {wrong}", " " * 9))
+            return False
+        print(in_width(f"PASS  case {number}: {remark}", " " * 6))
+        progress_file.note(self._file.name, next(iter(repair.values())))
+        return True
 
 
 def open_case(which: int | str, model: str | Checkpoint = "fable", prompt: str | Sequence[int] = "", *,
               tensor_parallel_size: int = 2) -> OpenCase:
     """Open a case, sealed; ``which``: its number. With more ranks than asked for where it does not show with so few.
     Raises `CaseError` if there is no such case, or if it cannot show with this model."""
-    name = f"case_{which:02d}" if isinstance(which, int) else which
-    if name not in CASES:
+    if (name := f"case_{which:02}" if isinstance(which, int) else which) not in CASES:
         raise CaseError(f"there is no case {quoted(which)}; there are 1 to {len(CASES)}")
     return OpenCase(CASES[name], model, prompt, tensor_parallel_size)

@@ -38,9 +38,9 @@ def of_a_rank(answer, size, *shapes):
 
 
 def cuts(*cases):
-    return lambda: [Example(size, *shapes, ranks=size, says=f"{', '.join(map(str, map(list, shapes)))} on {size} "
-        f"ranks, of "
-                            "numbers 500 · source + 20 · row + column") for size, *shapes in cases]
+    return lambda: [Example(size, *shapes, ranks=size, says=(
+        f"{', '.join(map(str, map(list, shapes)))} on {size} ranks, of numbers 500 · source + 20 · row + column"))
+        for size, *shapes in cases]
 
 
 def in_the_engine(setting, answer):
@@ -72,8 +72,8 @@ def dealt_evenly(answer, num_heads, num_kv_heads, size):
     deal = [pair(entry, "a pair for each rank, (query heads, KV heads),") for entry in deal]
     if any(not isinstance(heads, list | tuple | range) or len(heads) > 1000 for both in deal for heads in both):
         raise NotYet(f"rank 0 gets {deal[0]}: which heads are asked for, not how many: two ranges or lists")
-    yield "the query heads of all ranks, in their order, are", [head for q,
-        _ in deal for head in q], [*range(num_heads)]
+    owned = [head for q, _ in deal for head in q]
+    yield "the query heads of all ranks, in their order, are", owned, [*range(num_heads)]
     for r, (q, kv) in enumerate(deal):
         yield f"rank {r} has a query head", bool(q), True
         reads = sorted({head // group for head in q})
@@ -85,8 +85,8 @@ def dealt_evenly(answer, num_heads, num_kv_heads, size):
 def dealt_so(answer) -> list[Patch]:
     """The engine's plan with the heads as a learner's function deals them out."""
     def from_config(cls, config, tensor_parallel_size, **options):
-        plan, group = original(target)(cls, config, tensor_parallel_size,
-            **options), config.num_heads // config.num_kv_heads
+        plan = original(target)(cls, config, tensor_parallel_size, **options)
+        group = config.num_heads // config.num_kv_heads
         deal = answer(config.num_heads, config.num_kv_heads, tensor_parallel_size)
         return replace(plan, ranks=tuple(replace(
             shard, q_heads=range(q[0], q[-1] + 1), kv_heads=range(kv[0], kv[-1] + 1),
@@ -148,61 +148,45 @@ EXERCISES = [
              within=0, place="cuts rows out of weights", alone=ALONE),
     Exercise("02", my_merged, cuts((2, (16, 6), (5, 6), (5, 6)), (3, (16, 1), (4, 1), (4, 1)), (3, (7,), (5,), (9,)),
                                    (2, (7, 4), (7, 4)), (2, (20, 5), (3, 5), (3, 5))), {
-        "a range counts the rows of its own source, and here rows of the stacked sources are taken": (
-            "source[rows.start:rows.stop] for -> torch.cat([s[:] for s in sources])[rows.start:rows.stop] for",
-            "zip(sources, ranges) -> zip([torch.cat([s[:] for s in sources])], [range(ranges[0].start, "
-            "ranges[0].start + "
-            "sum(map(len, ranges)))])"),
+        "a range counts the rows of its own source, and here rows of the stacked sources are taken":
+            "zip(sources, ranges) -> zip([torch.cat([s[:] for s in sources])], "
+            "[range(ranges[0].start, ranges[0].start + sum(map(len, ranges)))])",
         "the rows are right, and all of the sources was read for them": "[rows -> [:][rows",
-        "the sources stand in another order": ("zip(sources, ranges)] -> zip(sources, ranges)][::-1]",
-                                               "cat(pieces) -> cat([pieces[0], *pieces[:0:-1]])"),
         "the first rows of each source come back": "rows.start:rows.stop -> :len(rows)",
     }, SHARDS, of_a_rank, at("tplab.shard.linear.merged_shard"), in_the_engine, within=0,
              place="stacks q, k and v, gate and up", alone=ALONE),
     Exercise("02", my_heads, lambda: [Example(*layout) for layout in (
-        (8, 2, 2), (8, 2, 4), (9, 3, 2), (8, 2, 3), (14, 2, 3), (6, 6, 4), (15, 5, 2), (6, 1, 4), (32, 8, 3), (4, 2,
-            1))], {
+        (8, 2, 2), (8, 2, 4), (9, 3, 2), (8, 2, 3), (14, 2, 3), (6, 6, 4), (15, 5, 2), (6, 1, 4), (32, 8, 3))], {
         "what the division leaves over is on no rank":
             "r * num_heads // tensor_parallel_size -> r * (num_heads // tensor_parallel_size)",
         "KV heads are dealt out as if no two ranks could need the same: which ones do a rank's query heads read?": (
-            f"{_READ} -> range(rank * num_kv_heads // tensor_parallel_size, (rank + 1) * num_kv_heads // "
-            "tensor_parallel_size)",
-            f"{_READ} -> range(rank * max(1, num_kv_heads // tensor_parallel_size), (rank + 1) * max(1, "
-            f"num_kv_heads // "
-            "tensor_parallel_size))",
+            f"{_READ} -> range(rank * num_kv_heads // tensor_parallel_size, "
+            "(rank + 1) * num_kv_heads // tensor_parallel_size)",
             "r * num_heads // tensor_parallel_size -> r * (num_heads // tensor_parallel_size) ;; "
-            f"{_READ} -> range(rank * max(1, num_kv_heads // tensor_parallel_size), (rank + 1) * max(1, "
-            f"num_kv_heads // "
-            "tensor_parallel_size))"),
+            f"{_READ} -> range(rank * max(1, num_kv_heads // tensor_parallel_size), "
+            "(rank + 1) * max(1, num_kv_heads // tensor_parallel_size))"),
         "KV heads go to the ranks in turn: neighbouring query heads share one": f"{_READ} -> [rank % num_kv_heads]",
-        "every rank holds all KV heads; which ones does it read?": f"{_READ} -> range(num_kv_heads)",
         "a KV head too many where the next rank begins with another one": "(end - 1) -> end",
-        "the pair is (query heads, KV heads), and this one is turned round": f"({_Q}, {_READ}) -> ({_READ}, {_Q})",
         "query heads are dealt out like cards; a rank keeps one slice of the weight, so its heads follow each other":
             f"({_Q}, {_READ}) -> (range(rank, num_heads, tensor_parallel_size), range(num_kv_heads))",
         "what is left over is all on the last rank: can it be dealt out more evenly?":
-            "r * num_heads // tensor_parallel_size -> r * (num_heads // tensor_parallel_size) if r < "
-            "tensor_parallel_size "
-            "else num_heads",
+            "r * num_heads // tensor_parallel_size -> "
+            "r * (num_heads // tensor_parallel_size) if r < tensor_parallel_size else num_heads",
         "every rank gets the first heads: they are counted in the whole model":
             "range(first, end) -> range(end - first)",
     }, "every head has its owner, and dealt out like this, the model agrees with Hugging Face on {ranks}", dealt_evenly,
              dealt_so, model_dealt_so, more=models_layout, place="says who owns which heads", alone=ALONE),
     Exercise("02", my_linears, linears, {
         "each rank returns its own summand: where are they added up, and is the result of that used?": (
-            "all_reduce(summand) + bias -> summand + bias", "all_reduce(summand) + bias -> summand",
-            "all_reduce(summand) + bias -> summand + bias ;; r * len(up) // world_size() -> r * (len(up) // "
-            "world_size())",
-            "all_reduce(summand) + bias -> all_reduce(summand.clone()) * 0 + summand + bias",
-            "all_reduce(summand) + bias -> all_reduce(summand.clone()) * 0 + summand"),
+            "all_reduce(summand) + bias -> summand + bias",
+            "all_reduce(summand) + bias -> summand + bias ;; r * len(up) // world_size() -> "
+            "r * (len(up) // world_size())"),
         "the bias is in the sum once for every rank": "summand) + bias -> summand + bias)",
         "the bias is missing": "+ bias -> ",
-        "the bias is added on one rank only, behind the sum": "+ bias -> + bias * (rank() == 0)",
         "every rank has computed everything":
             "all_reduce(summand) -> summand ;; up[first:end] -> up ;; [:, first:end] -> ",
         "what the division leaves over is on no rank":
             "r * len(up) // world_size() -> r * (len(up) // world_size())",
-        "every rank multiplies with the first inner features": "first:end -> 0:end - first",
     }, "x upᵀ downᵀ + bias on every rank, each with its own share of the work, and one all_reduce; the model's own MLP "
-       "weights on {ranks}, too", multiplied, more=models_own, engine=lambda setting, answer: None, dims=
-           "token, hidden", alone=ALONE)]
+       "weights on {ranks}, too", multiplied, more=models_own, engine=lambda setting, answer: None,
+             dims="token, hidden", alone=ALONE)]

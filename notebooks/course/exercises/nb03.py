@@ -27,9 +27,8 @@ def queries_and_keys():
         angles = (torch.arange(3, 3 + tokens)[:, None] * 500.0 ** (-torch.arange(0, 6, 2) / 6)).repeat(1, 2)[None]
         says = f"q [{tokens}, {heads}, 6], k [{tokens}, {kv_heads}, 6], cos and sin [1, {tokens}, 6]"
         yield Example(how, q, k, angles.cos().to(dtype), angles.sin().to(dtype), says=says + {
-            "": "", "fails": ", and a self.rotate that fails", "doubles":
-                " in bfloat16, and a self.rotate that doubles q "
-            "and k, as of another architecture"}[how])
+            "": "", "fails": ", and a self.rotate that fails",
+            "doubles": " in bfloat16, and a self.rotate that doubles q and k, as of another architecture"}[how])
 
 
 def rotated(answer, how, q, k, cos, sin):
@@ -119,48 +118,35 @@ def under_the_engine(answer) -> list[Patch]:
 
 
 _BACK = "q[0].transpose(0, 1), k[0].transpose(0, 1)"
+_THERE = "q.transpose(0, 1)[None], k.transpose(0, 1)[None]"
+_RESHAPED = "q.reshape(1, q.shape[1], -1, 6), k.reshape(1, k.shape[1], -1, 6)"
 _PAIRED = "torch.cat([-second, first], dim=-1) -> torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)"
 _IN_A_ROW = "torch.cat([angles, angles], dim=-1) -> angles.repeat_interleave(2, -1)"
 _EACH = "torch.arange(start, start + count)"
 EXERCISES = [
     Exercise("03", my_apply_rope, queries_and_keys, {
         "view or reshape puts numbers of other tokens there; what exchanges two dimensions?": (
-            "q.transpose(0, 1)[None], k.transpose(0, 1)[None] -> q.reshape(1, q.shape[1], -1, 6), k.reshape(1, "
-            "k.shape[1], "
-            "-1, 6)", f"{_BACK} -> q.reshape(q.shape[2], q.shape[1], 6), k.reshape(k.shape[2], k.shape[1], 6)",
-            "q.transpose(0, 1)[None], k.transpose(0, 1)[None] -> q.reshape(1, q.shape[1], -1, 6), k.reshape(1, "
-            "k.shape[1], "
-            f"-1, 6) ;; {_BACK} -> q.reshape(q.shape[2], q.shape[1], 6), k.reshape(k.shape[2], k.shape[1], 6)"),
+            f"{_THERE} -> {_RESHAPED}",
+            f"{_THERE} -> {_RESHAPED} ;; {_BACK} -> q.reshape(q.shape[2], q.shape[1], 6), "
+            "k.reshape(k.shape[2], k.shape[1], 6)"),
         "cos and sin have changed places": "cos, sin) -> sin, cos) ;; k, sin, cos): -> k, cos, sin):",
         "it returns k, q; q comes first": f"{_BACK} -> k[0].transpose(0, 1), q[0].transpose(0, 1)",
         "k comes back as it went in, and both are to be turned":
             "q, k = self -> q, _ = self ;; k[0].transpose(0, 1) -> k",
-        "each is turned twice": "return -> q, k = self.rotate(q, k, cos, sin); return",
     }, observe=rotated, dims="token, head, number", place="turns queries and keys",
              patches=at("tplab.model.attention.TensorParallelAttention.apply_rope")),
     Exercise("03", my_rope, heads_at_positions, {
         "it is turned the other way round: look at the sign of the sine, or of one half":
             "[-second, first] -> [second, -first]",
-        "neighbours are exchanged, but the tables are made for halves": _PAIRED,
-        "cos and sin have changed places: at position 0, where nothing turns, what are they?":
-            "x * angles.cos() + other * angles.sin() -> x * angles.sin() + other * angles.cos()",
-        "the other half comes in without its sign: that is a mirror and no turn": (
-            "[-second, first] -> [second, first]", "[-second, first] -> [-second, -first]"),
         "numbers 0 and 1 are turned as a pair; here number 0 belongs to number head_dim / 2":
             f"{_PAIRED} ;; {_IN_A_ROW}",
-        "the tables repeat each angle twice in a row, the halves do not: which angle does number 1 have?": _IN_A_ROW,
         "every token is turned as if its row were its position; positions says where it stands":
             "positions[:, None] -> torch.arange(len(positions))[:, None]",
-        "positions count from 0, and yours are one too large": "positions[:, None] -> (positions[:, None] + 1)",
         "each head has an angle of its own, whatever its token: along which dimension of x do the angles run?":
             "dim=-1)[:, None] -> dim=-1)[None, :x.shape[1]]",
         "theta is given, and 10000 is taken": "theta ** -> 10000.0 **",
-        "the speed of pair i is theta ** (-2 i / head_dim); in yours, the exponent has another factor": (
-            "/ head_dim) -> * 2 / head_dim)", "/ head_dim) -> / 2 / head_dim)"),
-        "the speeds get larger from pair to pair: which sign has the exponent?": "(-torch -> (torch",
-        "all pairs turn at the same speed":
-            "theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim) -> "
-                                            "torch.ones(head_dim // 2)",
+        "the speed of pair i is theta ** (-2 i / head_dim); in yours, the exponent is twice as large":
+            "/ head_dim) -> * 2 / head_dim)",
         "x is not turned at all": "(x * angles.cos() + other * angles.sin()) -> x",
         "the angles are computed in the dtype of x, which has too few digits for large positions":
             "positions[:, None].float() -> positions[:, None].to(x.dtype)",
@@ -174,10 +160,8 @@ EXERCISES = [
         "counts says how many tokens are new, not where they end": f"{_EACH} -> torch.arange(min(start, count), count)",
         "positions count from 0: of a sequence with 3 tokens in the cache the next has position 3":
             f"{_EACH} -> torch.arange(start + 1, start + count + 1)",
-        "the last new token is missing, or one too many comes: arange ends before its end": (
-            f"{_EACH} -> torch.arange(start, start + count - 1)", f"{_EACH} -> torch.arange(start, start + count + 1)"),
-        "all new tokens of a sequence have the same position": f"{_EACH} -> torch.full((count,), start)",
-        "the first sequence's start is taken for all": f"{_EACH} -> torch.arange(starts[0], starts[0] + count)",
+        "the last new token is missing: arange ends before its end":
+            f"{_EACH} -> torch.arange(start, start + count - 1)",
     }, "on {ranks}, prompts read in chunks and beside each other agree with Hugging Face", whole, under_the_engine,
-             lambda setting, answer: setting.align_in_chunks(), dims="token", within=0, place="says where each "
-                 "token stands")]
+             lambda setting, answer: setting.align_in_chunks(), dims="token", within=0,
+             place="says where each token stands")]

@@ -65,8 +65,7 @@ def engine_on_it(setting, answer):
     for rank, (gap, holds, needed) in enumerate(ran):
         if not gap < 1e-4 or holds != needed:
             raise NotYet(f"in an engine, in steps, the last layer's output is {gap:.1g} off what one pass computes, "
-                         f"and rank "
-                         f"{rank} holds {holds:,} bytes for {len(ids)} tokens, where {needed:,} are needed")
+                         f"and rank {rank} holds {holds:,} bytes for {len(ids)} tokens, where {needed:,} are needed")
     return f"{len(ids)} tokens take " + ", ".join(f"{holds:,} bytes on rank {r}" for r, (_, holds, _) in enumerate(ran))
 
 
@@ -113,8 +112,8 @@ def my_mask(positions, keys):
 
 
 def masks():
-    for positions, keys in (([[0, 1, 2, 3, 4]], 5), ([[6]], 7), ([[3, 4, 5]], 6), ([[2], [5]], 6), ([[1, 3, 2], [4,
-        6, 7]], 9)):
+    for positions, keys in (([[0, 1, 2, 3, 4]], 5), ([[6]], 7), ([[3, 4, 5]], 6), ([[2], [5]], 6),
+                            ([[1, 3, 2], [4, 6, 7]], 9)):
         yield Example(torch.tensor(positions), keys, says=f"positions {positions}, {keys} keys")
 
 
@@ -132,23 +131,18 @@ def looks(answer, positions, keys):
 _CAT = "torch.cat([old_k, k]), torch.cat([old_v, v])"
 _INF = 'float("-inf")'
 EXERCISES = [
-    Exercise("04", MyCache, lambda: [Example(3, 2, 5, (4, 1, 2), torch.float32, says="3 layers, steps of 4, 1 and 2 "
-        "tokens"),
-                                     Example(5, 3, 4, (1, 18), torch.bfloat16, says="5 layers in bfloat16")], {
-        "only what is new comes back: where are the earlier ones?": (
-            "return self.k[layer], self.v[layer] -> return k, v", f"{_CAT} -> k.clone(), v.clone()", f"{_CAT} -> k, v"),
-        "earlier tokens have changed since they were given: the memory from which they were cut is used again. Is it "
-        "kept, instead of a copy? (contiguous() copies only what does not lie in one piece.)":
+    Exercise("04", MyCache, lambda: [
+        Example(3, 2, 5, (4, 1, 2), torch.float32, says="3 layers, steps of 4, 1 and 2 tokens"),
+        Example(5, 3, 4, (1, 18), torch.bfloat16, says="5 layers in bfloat16")], {
+        "only what is new comes back: where are the earlier ones?":
+            "return self.k[layer], self.v[layer] -> return k, v",
+        "earlier tokens have changed since they were given: their memory is used again, so keep a copy":
             f"{_CAT} -> (k if self.k[layer] is None else torch.cat([old_k, k])), "
             "(v if self.v[layer] is None else torch.cat([old_v, v]))",
-        "the new tokens stand before the earlier ones": "[old_k, k] -> [k, old_k] ;; [old_v, v] -> [v, old_v]",
-        "k and v are exchanged": "return self.k[layer], self.v[layer] -> return self.v[layer], self.k[layer]",
-        "for v comes what was given for k": "return -> self.v[layer] = self.k[layer]; return",
         "all layers share one store: what another layer has stored is given out": "old_k = -> layer = 0; old_k =",
-        "a second cache gives out the tokens of the first: are the tensors in the class, or in a global variable, "
-        "instead "
-        "of in self?": "self.k, self.v = [None] * num_layers, [None] * num_layers -> pass ;; def append -> "
-                       "k, v = [None] * 9, [None] * 9; append = lambda self, *a: self.add(*a)\n    def add",
+        "a second cache gives out the tokens of the first: are the tensors in the class, and not in self?":
+            "self.k, self.v = [None] * num_layers, [None] * num_layers -> pass ;; def append -> "
+            "k, v = [None] * 9, [None] * 9; append = lambda self, *a: self.add(*a)\n    def add",
     }, "on {ranks}, an engine on your cache computes what one pass over the text computes", used, within=0,
              engine=engine_on_it, dims="token, KV head, number"),
     Exercise("04", my_attend, attentions, {
@@ -156,37 +150,24 @@ EXERCISES = [
             "k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1) -> k.repeat(1, group, 1, 1), "
             "v.repeat(1, group, 1, 1)",
         "the scores are not multiplied with scaling": "* scaling -> ",
-        "the scores are divided by scaling; it is to be multiplied with": "* scaling -> / scaling",
-        "head_dim ** -0.5 is taken for scaling, which is given": "* scaling -> * q.shape[-1] ** -0.5",
-        "scaling is in it twice, or head_dim ** -0.5 besides it": (
-            "* scaling -> * scaling * q.shape[-1] ** -0.5", "* scaling -> * scaling ** 2"),
+        "scaling is in it, and head_dim ** -0.5 besides": "* scaling -> * scaling * q.shape[-1] ** -0.5",
         "the mask is not used: tokens see the future": f".masked_fill(mask, {_INF}) -> ",
-        "True in the mask means: must not look. Yours looks just there": (
-            "(mask, -> (~mask,", "(mask, -> (~mask, ;; return weights -> return weights.nan_to_num(0)"),
+        "True in the mask means: must not look. Yours looks just there": "(mask, -> (~mask,",
         "queries are counted from key 0 on, as is_causal and triu(1) do; the mask knows where they stand":
             "(mask, -> (torch.ones_like(mask).triu(1),",
-        "it is sequence 0's mask, for all of them": "(mask, -> (mask[:1],",
-        "the mask comes after the softmax, so the weights that are left do not add up to 1":
-            f".masked_fill(mask, {_INF}) ->  ;; weights @ v -> weights.masked_fill(mask, 0) @ v",
         "the weights of all queries of a key add up to 1, and those of all keys of a query must": "dim=-1, -> dim=-2,",
-        "a hidden key's score is 0, or larger by 1, and exp of it counts": (
-            f"(mask, {_INF}) -> (mask, 0)", f".masked_fill(mask, {_INF}) -> + mask"),
-        "there is no softmax: these are the scores' own weights":
-            "torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype) -> scores.nan_to_num(neginf=0)",
         "q comes back as it went in": "return weights @ v -> return q",
     }, patches=at("tplab.model.attention.attend"), dims="sequence, query head, query, number", place="attends",
              engine=lambda setting, answer: setting.align(dtype=setting.narrow)),
     Exercise("04", my_mask, masks, {
         "a token may look at itself": "> positions -> >= positions",
-        "a token sees the one after it": "positions[..., None] -> positions[..., None] + 1",
         "it is the wrong way round: True means must not look": "> positions -> <= positions",
         "nothing is hidden": "> positions -> > keys + positions",
         "queries are counted from key 0 on; positions say where they stand":
             "positions[..., None] -> torch.arange(positions.shape[1])[:, None].expand(*positions.shape, 1)",
-        "queries are taken for the last ones of the keys; positions say where they stand": "positions[..., None] -> "
+        "queries are taken for the last ones of the keys; positions say where they stand":
+            "positions[..., None] -> "
             "torch.arange(keys - positions.shape[1], keys)[:, None].expand(*positions.shape, 1)",
-        "sequence 0's positions are taken for all of them":
-            "positions[..., None] -> positions[:1, :, None].expand(*positions.shape, 1)",
         "the first position is known, and the others are counted from it":
             "positions[..., None] -> (positions[:, :1] + torch.arange(positions.shape[1]))[..., None]",
     }, "on {ranks}, prompts in chunks and tokens behind them agree with Hugging Face", looks,

@@ -1,4 +1,4 @@
-"""Notebook 08: ranks that decide together: a mean, a failure that all hear of, a barrier where it belongs."""
+"""Notebook 08: ranks that decide together: a failure that all hear of, a barrier where it belongs."""
 
 import tempfile
 from pathlib import Path
@@ -8,7 +8,7 @@ import torch
 from course.judge.exercise import Example, Exercise
 from course.judge.verdict import ranks_in_words
 from course.judge.words import NotYet, in_words
-from course.judge.work import one_number, whole_numbers
+from course.judge.work import whole_numbers
 from tplab.checkpoint import CheckpointError
 from tplab.checks import counted
 from tplab.pool import shared_pool
@@ -22,47 +22,6 @@ def on_real_ranks(setting, call, *args) -> list:
         return shared_pool(max(2, setting.tensor_parallel_size)).run(call, *args, timeout=20)
     except RankError as error:
         raise NotYet(f"on real ranks: {in_words(error)}") from error
-
-
-def my_mean(shares):
-    lengths = shares[rank()]
-    total = torch.tensor([sum(lengths), len(lengths)], dtype=torch.float64)
-    all_reduce(total)
-    return (total[0] / total[1]).item()
-
-
-class Shares:
-    """``shares[rank()]``: a rank's own list. Those of the others are not there."""
-
-    def __init__(self, lists):
-        self._lists = lists
-
-    def __len__(self) -> int:
-        return len(self._lists)
-
-    def __getitem__(self, number):
-        if number != rank():
-            raise LookupError(f"shares[{number}] is on another rank; here is shares[rank()], shares[{rank()}]. What "
-                              "tells a rank about the others?")
-        return list(self._lists[number])
-
-    def __repr__(self) -> str:
-        return f"[{', '.join(str(one) if number == rank() else '…' for number, one in enumerate(self._lists))}]"
-
-
-def requests():
-    for lists in ([[3, 5], [10]], [[3, 5], []], [[], [4, 9]], [[], [2], []], [[70001, 5, 12, 8, 31], [1], [999]]):
-        yield Example(lists, ranks=len(lists), says=f"requests {lists}")
-
-
-def of_all(answer, lists):
-    yield "it returns", one_number(answer(Shares(lists)), "a number, on every rank,")
-
-
-def mean_on_real_ranks(setting, answer):
-    found = on_real_ranks(setting, lambda: answer(Shares([[3, 5]] + [[]] * (world_size() - 1))))
-    if any(one != 4 for one in found):
-        raise NotYet(f"on real ranks, with requests [[3, 5], []]: the ranks say {found}, and 4 is right")
 
 
 def my_agree(work):
@@ -118,31 +77,32 @@ def my_rounds(write, read, rounds):
 
 def in_turns(answer, rounds):
     """What counts is which rank waits for which: after how many collectives each has written and read."""
-    writes, reads = [], []
+    events, before = torch.full((2, 3 * rounds + 2), -1), current().log.seq
+
+    def noted(row) -> int:
+        place = min(int((row >= 0).sum()), len(row) - 1)
+        row[place] = current().log.seq - before
+        return place
 
     def write(number):
-        writes.append(current().log.seq - before)
+        noted(events[0])
 
     def read():
-        reads.append(current().log.seq - before)
-        return len(reads) - 1
+        return noted(events[1])
 
-    before = current().log.seq
     seen = answer(write, read, rounds)
-    calls, longest = current().log.seq - before, 3 * rounds + 2
-    events = torch.tensor([(one + [-1] * longest)[:longest] for one in (writes, reads)])
-    everyone = [[[n for n in each if n >= 0] for each in of.tolist()] for of in all_gather(events[None], dim=0)]
-    for r, (theirs, own) in enumerate(everyone):
-        yield f"rank {r} writes, times (the file has one writer, rank 0):", len(theirs), 0 if r else rounds
-        yield f"rank {r} reads, times:", len(own), rounds
-    written = everyone[0][0]
-    for r, (_, own) in enumerate(everyone[1:], 1):
-        for n in range(rounds):
+    calls = current().log.seq - before
+    everyone = [[row[row >= 0].tolist() for row in each] for each in all_gather(events[None], dim=0)]
+    (written, _), *_ = everyone
+    for r, (writes, reads) in enumerate(everyone):
+        yield f"rank {r} writes, times (the file has one writer, rank 0):", len(writes), 0 if r else rounds
+        yield f"rank {r} reads, times:", len(reads), rounds
+        for n in range(rounds if r else 0):
             yield (f"round {n}: something makes rank {r} wait, so that it cannot read before rank 0 has written",
-                   own[n] > written[n], True)
+                   reads[n] > written[n], True)
             if n + 1 < rounds:
                 yield (f"round {n}: something makes rank 0 wait, so that it cannot write round {n + 1} while rank {r} "
-                       f"still has to read round {n}", written[n + 1] > own[n], True)
+                       f"still has to read round {n}", written[n + 1] > reads[n], True)
     yield "it returns", seen, [*range(rounds)]
     yield (f"{counted(calls, 'collective')} in {counted(rounds, 'round')}, and {2 * rounds} are enough",
            calls <= 2 * rounds, True)
@@ -159,43 +119,21 @@ def through_a_file(answer, slot: str) -> list:
     return answer(lambda n: Path(slot).write_text(str(n)), lambda: int(Path(slot).read_text()), 4)
 
 
-_MEAN = "(total[0] / total[1]).item()"
-_OWN = "torch.tensor(sum(lengths) / max(1, len(lengths)), dtype=torch.float64)"
 EXERCISES = [
-    Exercise("08", my_mean, requests, {
-        "a rank without a request must come, too: the others wait for its summand": (
-            "    all_reduce(total) ->     lengths and all_reduce(total)",
-            "    total = torch -> \n    if not lengths: return 0.0\n    total = torch"),
-        "that is the mean of a rank's own requests": "    all_reduce(total) -> ",
-        "that is the mean of the ranks' means: how much does a rank with many requests count?":
-            f"    all_reduce(total) ->  ;; {_MEAN} -> all_reduce({_OWN}).item() / world_size()",
-        "those are the ranks' means, added up: how much does a rank with many requests count?":
-            f"    all_reduce(total) ->  ;; {_MEAN} -> all_reduce({_OWN}).item()",
-        "the mean is divided by the number of ranks, too": f"{_MEAN} -> ({_MEAN} / world_size())",
-        "the lengths are added up over the ranks, and the number of requests is the rank's own":
-            f"{_MEAN} -> (total[0] / max(1, len(lengths))).item()",
-    }, "the same mean on all ranks, also where one has no request", of_all, engine=mean_on_real_ranks, within=1e-6,
-             counted=False),
     Exercise("08", my_agree, failures, {
         "a rank tells of its own failure, and what tells it about the others?": "    all_reduce(failed) -> ",
         "every rank has to come, whether its work has failed or not": (
             "= 1\n    all_reduce(failed) -> = 1\n        all_reduce(failed)",
             "= 1\n    all_reduce(failed) -> = 1\n    else:\n        all_reduce(failed)"),
         "that is how many ranks failed, and not which": "failed.nonzero().flatten().tolist() -> [int(failed.sum())]",
-        "those are the ranks that worked": "failed.nonzero() -> (failed == 0).nonzero()",
         "all ranks use the same place: each needs one of its own": "failed[rank()] = 1 -> failed[0] = 1",
-        "their numbers are added up, where each rank needs a place of its own":
-            "failed[rank()] = 1 -> failed[0] = rank() ;; failed.nonzero().flatten().tolist() -> [int(failed[0])] * "
-            "bool(failed[0])",
     }, "every rank hears which ranks failed, and none waits for them", heard, engine=agreed_on_real_ranks,
              counted=False),
     Exercise("08", my_rounds, lambda: [Example(3, ranks=2, says="3 rounds on 2 ranks"),
                                        Example(1, ranks=3, says="1 round on 3 ranks")], {
-        "nothing makes rank 0 wait until all ranks have read": "        barrier()                   # rank 0 -> "
-                                                               "                                    # rank 0",
-        "nothing makes the other ranks wait until rank 0 has written": (
-            "        barrier() -> ", "        barrier()                   # all ->                                  "
-                                     "   # all"),
+        "nothing makes rank 0 wait until all ranks have read": "        barrier()                   # rank 0 -> # ",
+        "nothing makes the other ranks wait until rank 0 has written":
+            "        barrier()                   # all -> # ",
         "every rank writes; the file has one writer, rank 0": "if rank() == 0: -> if True:",
         "three meetings of all ranks in a round, and two are enough":
             "        seen.append ->         barrier(); seen.append",

@@ -6,12 +6,14 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
 from unittest import mock
 
 import torch
 
 from course.judge.exercise import Exercise
+from course.judge.setting import in_learners_words
 from course.judge.words import NotYet, first_cause, in_words
 from tplab.errors import TplabError
 
@@ -84,38 +86,34 @@ def kv_share(num_heads, num_kv_heads):
     return heads[0].item(), len(heads), repeats
 
 
-# The cache of `generate` is a right one: the engine's own has a bug that shows as soon as it is read.
-_BESIDE = {generate: {"attention.extend_cache": extend_cache}}
-
-
 def in_patient_zero(cure: Callable, place: str, setting, answer) -> None:
     """``setting.engine(cures)`` runs patient zero with these besides those found so far, on the notebook's ranks."""
     if setting.engine is None:
         raise NotYet("a cure is judged in patient zero, as notebook 09 does it with engine=…")
-    beside = _BESIDE.get(cure, {})
+    # The cache of `generate` is a right one: the engine's own has a bug that shows as soon as it is read.
+    beside = {"attention.extend_cache": extend_cache} if cure is generate else {}
     try:
         ours = setting.engine({place: answer, **beside})
     except TplabError as error:
         raise NotYet(f"in the engine, {in_words(first_cause(error))}") from error
     right = setting.engine({place: cure, **beside})
-    if isinstance(right, tuple):
-        (tokens, computed), (wanted, enough) = ours, right
-        same = next((i for i, pair in enumerate(zip(tokens, wanted)) if pair[0] != pair[1]), min(len(tokens),
-            len(wanted)))
-        if list(tokens) != list(wanted):
-            raise NotYet(f"in the engine, {same} of {len(wanted)} tokens are Hugging Face's")
-        if sum(computed) > sum(enough):
-            raise NotYet(f"in the engine, the text is right, and {sum(computed):,} tokens are computed for it; "
-                         f"{sum(enough):,} are enough: is the cache used?")
+    if not isinstance(right, tuple):
+        found = _said(ours)
+        if wrong := found.keys() - _said(right).keys():
+            raise NotYet(f"in the engine: {next(said for key, said in found.items() if key in wrong)}")
         return
-    found = _said(ours)
-    if wrong := found.keys() - _said(right).keys():
-        raise NotYet(f"in the engine: {next(said for key, said in found.items() if key in wrong)}")
+    (tokens, computed), (wanted, enough) = ours, right
+    if list(tokens) != list(wanted):
+        same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(tokens, wanted)))
+        raise NotYet(f"in the engine, {same} of {len(wanted)} tokens are Hugging Face's")
+    if sum(computed) > sum(enough):
+        raise NotYet(f"in the engine, the text is right, and {sum(computed):,} tokens are computed for it; "
+                     f"{sum(enough):,} are enough: is the cache used?")
 
 
 def _said(report) -> dict:
     """What a check's report finds wrong: ``{(point, name): sentence}``."""
-    found = {(one.point, one.fault): one.sentence.partition(" Looked for and not found")[0] for one in report.diagnoses}
+    found = {(one.point, one.fault): in_learners_words(one) for one in report.diagnoses}
     found |= {(one, None): one for one in (*report.recording.contradictions, *report.stopped)}
     return found | {(point, ""): f"{point} is not what its own inputs give" for point in report.guilty}
 

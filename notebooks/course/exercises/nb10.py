@@ -66,17 +66,11 @@ def seconds(answer, *args):
 EXERCISES = [
     Exercise("10", my_decode_bytes, layouts, {
         "the cache is not counted": " + cache -> ",
-        "the cache has keys and values: count both": "context * 2 * kv -> context * kv",
         "the cache has KV heads, and query heads are counted": "context * 2 * kv -> context * 2 * q",
-        "k and v are two matrices: count both": "(q + 2 * kv) -> (q + kv)",
-        "o_proj is not counted": " + q * d * h -> ",
         "k and v have KV heads, and query heads are counted": "(q + 2 * kv) -> 3 * q",
         "an MLP has three matrices: gate, up and down": "3 * h * columns -> 2 * h * columns",
         "the head is not counted: each rank reads its rows of it": " + h * len(shard.vocab) -> ",
-        "only one layer is counted": "config.num_layers * layer -> layer",
-        "numbers are counted, and each has itemsize bytes": "* itemsize -> ",
         "all query heads of the model are counted, and a rank has its own": "len(shard.q_heads) -> config.num_heads",
-        "all KV heads of the model are counted, and a rank has its own": "len(shard.kv_heads) -> config.num_kv_heads",
         "the end of a range is taken for its length": (
             "len(shard.mlp) -> shard.mlp.stop", "len(shard.vocab) -> shard.vocab.stop", "len(shard.mlp) -> "
                 "shard.mlp.stop ;; "
@@ -92,17 +86,11 @@ EXERCISES = [
             " + collectives * latency -> "),
         "ranks work at the same time; none reads for the others": "max(rank_bytes) -> sum(rank_bytes)",
         "rank_bytes are a rank's own: they are divided already": "max(rank_bytes) -> max(rank_bytes) / len(rank_bytes)",
-        "a sum waits for the slowest rank, and the first or the fastest one is taken": (
-            "max(rank_bytes) -> min(rank_bytes)", "max(rank_bytes) -> rank_bytes[0]"),
-        "bytes / (bytes per second) are seconds": "/ bandwidth -> * bandwidth",
-        "collectives are not counted": " + collectives * latency -> ",
         "there are two collectives in a layer, behind attention and behind the MLP":
             "2 * num_layers + 2 -> num_layers + 2",
         "beside the layers there is a collective behind the embedding, and one for the best tokens": (
             "2 * num_layers + 2 -> 2 * num_layers", "2 * num_layers + 2 -> 2 * num_layers + 1"),
         "one rank alone has no collective": " if len(rank_bytes) > 1 else 0 -> ",
-        "every rank's collectives are counted, and they all take part in the same ones":
-            "collectives * latency -> collectives * latency * len(rank_bytes)",
         "nothing overlaps: the next product needs the sum, so both times count":
             "max(rank_bytes) / bandwidth + collectives * latency -> max(max(rank_bytes) / bandwidth, collectives * "
             "latency)",

@@ -4,7 +4,8 @@ import torch
 from torch.nn import functional as F
 
 from course.judge.exercise import Example, Exercise, Most
-from course.judge.work import Multiplications, beside_hugging_face, numbers
+from course.judge.toy_checkpoint import toy_experts
+from course.judge.work import IDS, Multiplications, numbers
 from tplab.model.trace import point
 from tplab.patch import Patch
 from tplab.ranks import all_reduce, rank, world_size  # noqa: F401  (an edit of a reference may need it)
@@ -74,7 +75,9 @@ def in_a_model(setting, answer):
     moe = setting.checkpoint.config.experts
     if moe and (moe.bias or moe.swiglu or moe.shared_intermediate_size):
         return "in the small examples only: this model's experts have parts that yours have not"
-    beside_hugging_face(setting, modes=(False, True)[:setting.tensor_parallel_size])
+    model, prompts = (None, None) if moe else (toy_experts(), IDS)
+    for mode in (False, True)[:setting.tensor_parallel_size]:
+        setting.align(model=model, prompts=prompts, dtype=setting.narrow, enable_expert_parallel=mode)
 
 
 _WEIGHED = "summand.index_add_(0, rows, out * weights[rows, place, None])"
@@ -86,28 +89,12 @@ EXERCISES = [
             "return all_reduce(summand) -> all_reduce(summand.clone()); return summand"),
         "ids are those of the model, and yours are taken for a rank's own: which expert is the first one here?":
             "ids == expert -> ids == local",
-        "rank() * len(experts) is taken for a rank's first expert, and not every rank holds as many: its range says "
-        "where "
-        "it begins": "ids == expert -> ids == rank() * len(experts) + local",
         "no weight is in it: each expert's output is multiplied by its weight": " * weights[rows, place, None] -> ",
-        "all experts of a token have the weight of its first one": "[rows, place, None] -> [rows, :1]",
         "a token's weights are divided by their sum: they are as the router wants them":
             "summand = -> weights = weights / weights.sum(-1, keepdim=True); summand =",
-        "the weights stand before the expert: an expert of half the input does not give half the output":
-            " * weights[rows, place, None] ->  ;; x[rows] @ -> x[rows] * weights[rows, place, None] @",
         "gate and up are exchanged: which half of gate_up goes through silu?": "gate, up = -> up, gate =",
         "gate and up are both put through silu; only gate is": "F.silu(gate) * up -> F.silu(gate) * F.silu(up)",
-        "silu comes behind the product of gate and up; it is of gate alone": "F.silu(gate) * up -> F.silu(gate * up)",
-        "gate and up are added, and their product is asked for": "F.silu(gate) * up -> F.silu(gate) + up",
-        "there is no activation": "F.silu(gate) -> gate",
-        "another activation than silu": ("F.silu -> F.relu", "F.silu -> F.gelu", "F.silu -> torch.sigmoid",
-            "F.silu -> torch.tanh"),
-        "gate's rows stand above those of up, and every second row is taken for gate's":
-            ".chunk(2, dim=-1) -> .unflatten(-1, (-1, 2)).unbind(-1)",
         "where a token has two experts on a rank, the second overwrites the first: add them up":
             f"{_WEIGHED} -> summand[rows] = out * weights[rows, place, None]",
-        "a sum over the ranks in the loop is summed again":
-            "summand.index_add_ -> summand = all_reduce(summand.index_add_ ;; "
-            "place, None]) -> place, None])) ;; return all_reduce(summand) -> return summand",
     }, "each token has its experts' sum, with one all_reduce and no row too many; on {ranks}, the model agrees with "
        "Hugging Face, dealt out either way", on_a_rank, block_of, in_a_model, dims="token, hidden", alone=ALONE)]

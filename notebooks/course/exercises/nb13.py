@@ -10,6 +10,7 @@ from course.judge.exercise import Example, Exercise, Most
 from course.judge.toy_checkpoint import toy_model
 from course.judge.words import NotYet
 from course.judge.work import IDS, numbers
+from tplab.checks import counted
 from tplab.model.trace import point
 from tplab.patch import Patch, original
 from tplab.ranks import all_gather, all_reduce, op_log, rank, reduce_scatter, world_size  # noqa: F401  (for edits)
@@ -39,13 +40,10 @@ def my_overlapped_row_parallel(x, weight, parts):
 
 
 def products():
-    for tokens, inputs, outputs, parts, size, dtype in (
-            (6, 4, 5, 2, 2, torch.float32), (7, 3, 4, 3, 2, torch.float32), (5, 4, 3, 4, 3, torch.float32),
-            (2, 5, 4, 3, 2, torch.float32), (6, 4, 5, 1, 2, torch.float32), (7, 3, 4, 3, 2, torch.bfloat16)):
-        yield Example(numbers(size, tokens, inputs, seed=1, dtype=dtype), numbers(size, outputs, inputs, seed=2,
-            dtype=dtype),
-                      parts, ranks=size, says=f"{tokens} tokens in {parts} part{'s' * (parts > 1)} on {size} ranks"
-                                              f"{' in bfloat16' * (dtype == torch.bfloat16)}")
+    for tokens, inputs, outputs, parts, size in ((6, 4, 5, 2, 2), (7, 3, 4, 3, 2), (5, 4, 3, 4, 3), (2, 5, 4, 3, 2),
+                                                 (6, 4, 5, 1, 2)):
+        yield Example(numbers(size, tokens, inputs, seed=1), numbers(size, outputs, inputs, seed=2), parts, ranks=size,
+                      says=f"{tokens} tokens in {counted(parts, 'part')} on {size} ranks")
 
 
 class Products(TorchDispatchMode):
@@ -115,11 +113,9 @@ class Ring:
 
 
 def summands():
-    for hidden, sizes, dtype in (*((*one, torch.float32) for one in ROWS), (*ROWS[3], torch.bfloat16)):
-        yield Example(numbers(len(sizes), sum(sizes), hidden, seed=sum(sizes), dtype=dtype), list(sizes),
-            ranks=len(sizes),
-                      says=f"{sum(sizes)} tokens, of which the ranks keep {'/'.join(map(str, sizes))}"
-                           f"{' in bfloat16' * (dtype == torch.bfloat16)}")
+    for hidden, sizes in ROWS:
+        yield Example(numbers(len(sizes), sum(sizes), hidden, seed=sum(sizes)), list(sizes), ranks=len(sizes),
+                      says=f"{sum(sizes)} tokens, of which the ranks keep {'/'.join(map(str, sizes))}")
 
 
 def passed(answer, x, sizes):
@@ -143,13 +139,11 @@ def my_sequence_parallel_layer(own, sizes, input_norm, attention, post_norm, mlp
 
 
 def toys():
-    for hidden, sizes, dtype in (*((*one, torch.float32) for one in ROWS), (*ROWS[3], torch.bfloat16)):
+    for hidden, sizes in ROWS:
         size, tokens = len(sizes), sum(sizes)
         shapes = (tokens, hidden), (2, hidden), (size, hidden, hidden), (size, hidden, hidden), (hidden,)
-        yield Example(*(numbers(*shape, seed=n, dtype=dtype) for n, shape in enumerate(shapes)), list(sizes),
-            ranks=size,
-                      says=f"{tokens} tokens, {'/'.join(map(str, sizes))} on the "
-                           f"ranks{' in bfloat16' * (dtype == torch.bfloat16)}")
+        yield Example(*(numbers(*shape, seed=n) for n, shape in enumerate(shapes)), list(sizes), ranks=size,
+                      says=f"{tokens} tokens, {'/'.join(map(str, sizes))} on the ranks")
 
 
 def calls(answer, x, norms, mix, up, bias, sizes):
@@ -161,18 +155,17 @@ def calls(answer, x, norms, mix, up, bias, sizes):
             seen.append((name, rows.clone()))
             if name in ("attention", "mlp") and len(rows) != len(x):
                 raise NotYet(f"{name} is given {len(rows)} of {len(x)} rows: its heads and columns are this rank's, "
-                             f"so it "
-                             "needs the rows of all")
-            return of(rows.float()).to(x.dtype)
+                             "so it needs the rows of all")
+            return of(rows)
         return call
 
     def norm(which):
-        return lambda rows: rows * (rows.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * norms[which].float()
+        return lambda rows: rows * (rows.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * norms[which]
 
-    once = bias.float() * (r == 0)
+    once = bias * (r == 0)
     found = answer(own, sizes, part("input_norm", norm(0)),
-                   part("attention", lambda rows: torch.tanh(rows.cumsum(0)) @ mix[r].float() + once),
-                   part("post_norm", norm(1)), part("mlp", lambda rows: torch.relu(rows) @ up[r].float() + once))
+                   part("attention", lambda rows: torch.tanh(rows.cumsum(0)) @ mix[r] + once),
+                   part("post_norm", norm(1)), part("mlp", lambda rows: torch.relu(rows) @ up[r] + once))
     yield "own is as it was", own.equal(x.split(sizes)[r]), True
     yield "the parts are called in the order", [name for name, _ in seen]
     for name, rows in seen:
@@ -207,82 +200,52 @@ _ATTENDS = "reduce_scatter(attention(all_gather(input_norm(own), 0, sizes)), 0, 
 _MLP = "reduce_scatter(mlp(all_gather(post_norm(own), 0, sizes)), 0, sizes)"
 EXERCISES = [
     Exercise("13", my_overlapped_row_parallel, products, {
-        "a rank's own summand comes back: is it read, copied or joined before its wait()?": (
-            "    for work in works:\n        work.wait()\n    return torch.cat(sums) ->     out = torch.cat(sums)\n"
-            "    for work in works:\n        work.wait()\n    return out", f"        {_START} -> "),
+        "a rank's own summand comes back: is it read, copied or joined before its wait()?":
+            f"{_WAITS}    return torch.cat(sums) ->     out = torch.cat(sums)\n{_WAITS}    return out",
         "each sum is waited for before the next product, so nothing is computed while it is under way":
             "async_op=True)) -> async_op=True)); works[-1].wait()",
         "no sum is started: all_reduce(…, async_op=True) returns at once, and its wait() later":
             f"{_START} -> all_reduce(sums[-1])",
-        "one product of all tokens is computed first, and then its parts are summed up: nothing is computed beside "
-        "the sums":
+        "the product of all tokens is computed first, and then its parts are summed up: nothing is computed meanwhile":
             "    for rows in ->     whole = x @ weight.T\n    for rows in ;; x.chunk(parts) -> whole.chunk(parts) ;; "
             "rows @ weight.T -> rows.contiguous()",
-        "all products are computed first, and then their sums are started: nothing is computed beside the sums":
-            f"        {_START} ->  ;; {_WAITS} ->     works = [all_reduce(one, async_op=True) for one in "
-            f"sums]\n{_WAITS}",
-        "there is one sum, and one of each part is asked for": "x.chunk(parts) -> [x]",
-        "the outputs are cut, and the tokens are to be": "x.chunk(parts) -> weight.chunk(parts) ;; rows @ weight.T -> "
-            "(x @ rows.T) ;; torch.cat(sums) -> torch.cat(sums, -1)",
-        "the parts stand in another order": "torch.cat(sums) -> torch.cat(sums[::-1])",
+        "all products are computed first, and then their sums are started: nothing is computed meanwhile":
+            f"        {_START} ->  ;; {_WAITS} -> "
+            f"    works = [all_reduce(one, async_op=True) for one in sums]\n{_WAITS}",
     }, "while the sum of one part is under way, the next part is computed, and nothing is read before its wait; on "
-       "{ranks}, "
-       "every trace point agrees with Hugging Face", beside, in_parts, in_the_engine, dims="token, output",
+       "{ranks}, every trace point agrees with Hugging Face", beside, in_parts, in_the_engine, dims="token, output",
              counted=False),
     Exercise("13", my_reduce_scatter, summands, {
-        "each rank returns its own summand of its rows: where are the others' added?": (
-            "return summed -> return rows[rank()]", "range(len(sizes) - 1) -> range(0) ;; rank() - 1 -> rank()"),
-        "each rank ends with the sum of another rank's rows: with whose rows must a rank begin?": (
+        "each rank returns its own summand of its rows: where are the others' added?":
+            "range(len(sizes) - 1) -> range(0) ;; rank() - 1 -> rank()",
+        "each rank ends with the sum of another rank's rows: with whose rows must a rank begin?":
             "at = x.split(sizes), rank() - 1 -> at = x.split(sizes), rank()",
-            "at = x.split(sizes), rank() - 1 -> at = x.split(sizes), rank() + 1"),
         "what comes in is passed on as it is: where is a rank's own summand added?":
             "pass_on(summed) + rows[at % len(sizes)] -> pass_on(summed)",
         "one message too few: with n ranks there are n - 1": "range(len(sizes) - 1) -> range(len(sizes) - 2)",
-        "one message too many: with n ranks there are n - 1": "range(len(sizes) - 1) -> range(len(sizes))",
-        "the number of the rank that keeps the rows gets larger with each message: rows come from the rank before, "
-        "so it "
-        "gets smaller": "at -= 1 -> at += 1",
-        "the sum is divided by the number of ranks": "return summed -> return summed / len(sizes)",
+        "rows come from the rank before, so the number of the rank that keeps them gets smaller with each message":
+            "at -= 1 -> at += 1",
     }, "every rank keeps the sum of its rows, and no number travels that need not; on {ranks}, with an all-gather "
-       "behind it, "
-       "it takes the place of the engine's all_reduce", passed, reduced_by, in_the_engine, dims="row, hidden",
-           alone=ALONE),
+       "behind it, it takes the place of the engine's all_reduce", passed, reduced_by, in_the_engine,
+             dims="row, hidden", alone=ALONE),
     Exercise("13", my_sequence_parallel_layer, toys, {
-        "the first residual is missing": "own = own + reduce -> own = reduce",
-        "the second residual is missing": "return own + reduce -> return reduce",
         "the first residual is in it once for every rank: is it added before the sum?":
-            f"own = own + {_ATTENDS} -> own = reduce_scatter(all_gather(own, 0, sizes) + "
-            f"attention(all_gather(input_norm(own), "
-            "0, sizes)), 0, sizes)",
-        "the second residual is in it once for every rank: is it added before the sum?":
-            f"own + {_MLP} -> reduce_scatter(all_gather(own, 0, sizes) + mlp(all_gather(post_norm(own), 0, sizes)), "
-            f"0, sizes)",
-        "attention reads rows that are not normalised": "input_norm(own) -> own",
-        "the MLP reads rows that are not normalised": "post_norm(own) -> own",
-        "the two norms are exchanged":
-            "input_norm(own) -> norm_2(own) ;; post_norm(own) -> input_norm(own) ;; norm_2 -> post_norm",
-        "the norm stands behind attention, and belongs before it":
+            f"own + {_ATTENDS} -> {_ATTENDS.replace('attention(', 'all_gather(own, 0, sizes) + attention(')}",
+        "the norm stands after attention, and belongs before it":
             f"own + {_ATTENDS} -> input_norm(own + reduce_scatter(attention(all_gather(own, 0, sizes)), 0, sizes))",
-        "the norm stands behind the MLP, and belongs before it": (
+        "the norm stands after the MLP, and belongs before it":
             f"own + {_MLP} -> post_norm(own + reduce_scatter(mlp(all_gather(own, 0, sizes)), 0, sizes))",
-            f"own + {_MLP} -> own + post_norm(reduce_scatter(mlp(all_gather(own, 0, sizes)), 0, sizes))"),
-        "the MLP is given what attention was given: what goes in behind the first residual?":
+        "the MLP is given what attention was given: what goes in after the first residual?":
             "    own = own ->     first = own\n    own = own ;; post_norm(own) -> post_norm(first)",
         "the second residual is what came into the layer; attention belongs to it":
             "    own = own ->     first = own\n    own = own ;; return own -> return first",
-        "a rank goes on with its own summand of its rows: where are the others' added?": (
+        "a rank goes on with its own summand of its rows: where are the others' added?":
             f"{_ATTENDS} -> attention(all_gather(input_norm(own), 0, sizes)).split(sizes)[rank()]",
-            f"{_MLP} -> mlp(all_gather(post_norm(own), 0, sizes)).split(sizes)[rank()]",
-            f"{_ATTENDS} -> attention(all_gather(input_norm(own), 0, sizes)).split(sizes)[rank()] ;; "
-            f"{_MLP} -> mlp(all_gather(post_norm(own), 0, sizes)).split(sizes)[rank()]"),
         "a norm is given all rows, of which a rank keeps its own: normalise before you gather": (
             "all_gather(input_norm(own), 0, sizes) -> input_norm(all_gather(own, 0, sizes))",
-            "all_gather(post_norm(own), 0, sizes) -> post_norm(all_gather(own, 0, sizes))",
-            "all_gather(input_norm(own), 0, sizes) -> input_norm(all_gather(own, 0, sizes)) ;; "
-            "all_gather(post_norm(own), 0, sizes) -> post_norm(all_gather(own, 0, sizes))",
-            f"own = own + {_ATTENDS} -> own = all_gather(own, 0, sizes); own = own + all_reduce(attention("
-            f"input_norm(own))) ;; return own + {_MLP} -> "
+            f"own = own + {_ATTENDS} -> own = all_gather(own, 0, sizes); "
+            f"own = own + all_reduce(attention(input_norm(own))) ;; return own + {_MLP} -> "
             "return (own + all_reduce(mlp(post_norm(own)))).split(sizes)[rank()]"),
     }, "norms and residuals see a rank's own rows, attention and MLP all, with four messages; on {ranks}, every "
-       "layer of the "
-       "model agrees with Hugging Face", calls, layer_of, layer_in_the_engine, dims="row, hidden", alone=ALONE)]
+       "layer of the model agrees with Hugging Face", calls, layer_of, layer_in_the_engine, dims="row, hidden",
+             alone=ALONE)]

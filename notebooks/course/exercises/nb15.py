@@ -1,4 +1,4 @@
-"""Notebook 15: a loop that keeps of several guesses what the model would have chosen."""
+"""Notebook 15: a loop that keeps of several guesses what the model would have chosen; blocks that others may find."""
 
 import torch
 
@@ -11,13 +11,16 @@ from tplab.cache import Segment, blocks_needed
 from tplab.engine.config import EngineConfig
 from tplab.engine.draft import propose
 from tplab.engine.sampler import best_offer, offer
+from tplab.faults import scenario
 from tplab.invariant import make_runner
 from tplab.model.dtypes import parse_dtype
+from tplab.patch import Patch, original
 from tplab.pool import shared_pool
 from tplab.ranks import RankError
 from tplab.shard import ShardPlan
 
 COUNT, DRAFT = 24, 4  # tokens of a text, guesses of a step
+UPDATE = "tplab.engine.scheduler.Scheduler.update_from_output"
 
 
 def my_speculate(step, propose, ids, count):
@@ -35,8 +38,7 @@ def my_speculate(step, propose, ids, count):
 
 
 class Toy:
-    """The model's choice behind a token depends on all tokens in the cache up to it; all calls are kept, each with how
-    often guesses had been asked for by then."""
+    """The model's choice after a token depends on all tokens in the cache up to it; all calls are kept."""
 
     def __init__(self, guesses: int):
         self.cache, self.calls, self.guesses, self.asked = {}, [], guesses, []
@@ -48,34 +50,26 @@ class Toy:
         self.cache.update(zip(positions, new_ids))
         self.calls.append((new_ids, positions))
         if len(self.calls) > 100:
-            raise NotYet(f"step has been called 100 times by now: what ends the loop? The latest call is given "
-                         f"{new_ids[:4]} "
-                         f"at positions {positions[:4]}")
+            raise NotYet("step has been called 100 times by now: what ends the loop? The latest call is given "
+                         f"{new_ids[:4]} at positions {positions[:4]}")
         return [self.choice([self.cache.get(p, 0) for p in range(position + 1)]) for position in positions]
 
     def choice(self, tokens: list[int]) -> int:
-        again = len(tokens) % 12 and len(tokens) > 3  # so guesses of all lengths stay, and of all lengths do not
+        again = len(tokens) % 12 and len(tokens) > 3  # so guesses of all lengths are right, and of all lengths are not
         return tokens[-4] if again else (3 * sum(tokens) + len(tokens)) % 5
 
     def propose(self, token_ids) -> list[int]:
         self.asked.append(listed("token_ids", token_ids))
         return list(propose(self.asked[-1], self.guesses))
 
-    def goes_on(self, ids, count: int) -> list[int]:
-        """The prompt and what greedy decoding writes behind it."""
-        text = list(ids)
-        while len(text) < len(ids) + count:
-            text.append(self.choice(text))
-        return text
-
 
 def guessed(answer, ids, count, guesses):
     """Each call goes on where the cache ends, with the text's tokens first; the text is greedy decoding's."""
-    toy = Toy(guesses)
-    text, have, known = toy.goes_on(ids, count + guesses + 1), 0, len(ids)
+    toy, text, have, known = Toy(guesses), list(ids), 0, len(ids)
+    while len(text) < len(ids) + count + guesses + 1:
+        text.append(toy.choice(text))
     found = whole_numbers(answer(toy, toy.propose, list(ids), count), "the new ids")
     for number, (new, positions) in enumerate(toy.calls, 1):
-        yield f"call {number} begins at position", positions[0], have
         yield f"call {number} has positions", positions, [*range(have, have + len(new))]
         begins = f"call {number}, of position {have} on, begins with the text's tokens"
         yield begins, new[:known - have], text[have:known]
@@ -119,32 +113,70 @@ def in_the_engine(setting, answer):
         raise NotYet(f"in the engine: {in_words(error)}") from error
     if found != greedy(ckpt, [ids], COUNT, size, dtype, batch_invariant=True)[0]:
         raise NotYet("in the engine, the text is not plain greedy's, though the toy's was right: what is different "
-                     "with "
-                     "other tokens?")
+                     "with other tokens?")
     return f"{COUNT} tokens took fewer steps" if calls < COUNT else ""
 
 
+def my_full_blocks(have, draft, chosen, block_size):
+    kept = 0
+    while kept < len(draft) and draft[kept] == chosen[kept]:
+        kept += 1
+    return (have + 1 + kept) // block_size
+
+
+def drafts():
+    for have, draft, chosen, size in (
+            (5, [7, 8, 9], [7, 3, 9, 4], 4), (4, [7, 8, 9], [7, 8, 9, 4], 4), (8, [], [5], 4), (0, [], [1], 2),
+            (11, [1, 2, 3, 4], [9, 2, 3, 4, 5], 4), (2, [6, 1], [6, 2, 1], 5), (4, [5, 5], [5, 5, 5], 2),
+            (6, [1, 2, 3], [1, 9, 3, 4], 3)):
+        yield Example(have, draft, chosen, size)
+
+
+def published_by(answer) -> list[Patch]:
+    """The engine's scheduler, with as many blocks in the prefix cache as the answer says."""
+    def update_from_output(self, scheduler_output, runner_output):
+        for request in scheduler_output.requests:
+            kept = runner_output.num_accepted.get(request.request_id, 0)
+            drawn = runner_output.sampled_token_ids.get(request.request_id, -1)
+            sequence, rest = self.requests[request.request_id], [-1] * (len(request.draft) - kept)
+            have = request.segment.start + request.segment.count - len(request.draft) - 1
+            blocks = answer(have, list(request.draft), [*request.draft[:kept], drawn, *rest], self.pool.block_size)
+            tokens = [*sequence.token_ids, *request.draft]
+            sequence.block_table.cache_blocks(tokens, blocks * self.pool.block_size)
+        return original(UPDATE)(self, scheduler_output, runner_output)
+
+    return [Patch(UPDATE, update_from_output)]
+
+
+def found_by_others(setting, answer):
+    setting.align(decode=True, **scenario("rejected_draft_findable", setting.checkpoint.config.vocab_size))
+
+
 _KEEP = "text += draft[:kept] + [chosen[kept]]"
-EXERCISES = [Exercise("15", my_speculate, lambda: [Example(*one, says=f"prompt {one[0]}, {one[1]} new, at most "
-    f"{one[2]} guesses")
-                                                   for one in (
-    ([1, 2, 3, 4, 1, 2], 24, 3), ([0, 0, 0, 0], 12, 3), ([3, 1, 4, 1, 0], 1, 3), ([2], 7, 3), ([1, 2, 3], 6, 0),
-    ([0, 0, 1, 1], 8, 3), ([4, 2], 0, 3))], {
-    "the text is right, and no guesses are asked for, or none is used: a step gives the accepted guesses and one "
-    "token more": (
-        "propose(text) -> []", "propose(text) -> propose(text) and []"),
-    "rejected guesses are counted as tokens in the cache; their keys have to be computed anew":
-        "have = len(text) - 1 -> have += len(new)",
-    "a guess that the model did not choose stays in the text": (
-        "draft[kept] == chosen[kept] -> True", f"{_KEEP} -> text += draft[:kept + 1] + [chosen[kept]]"),
-    "the model's choice behind the accepted guesses is missing: another one comes after them":
-        f"{_KEEP} -> text += draft[:kept] + [chosen[0]]",
-    "all of the text is computed again in each step, and the cache holds it": "have = len(text) - 1 -> have = 0",
-    "more ids come back than are asked for: an accepted guess can be one too many":
-        "return text[len(ids):len(ids) + count] -> return text[len(ids):]",
-    "the prompt comes back, too": "return text[len(ids):len(ids) + count] -> return text[:len(ids) + count]",
-    "only the first guess is used": "propose(text) -> propose(text)[:1]",
-    "guesses are asked for the new tokens alone, and not for the whole text":
-        "propose(text) -> propose(text[len(ids):])",
-}, "no rejected token stays, in the text or in the cache; on {ranks}, the text is plain greedy's", guessed,
-    engine=in_the_engine)]
+EXERCISES = [
+    Exercise("15", my_speculate, lambda: [
+        Example(*one, says=f"prompt {one[0]}, {one[1]} new, at most {one[2]} guesses") for one in (
+            ([1, 2, 3, 4, 1, 2], 24, 3), ([0, 0, 0, 0], 12, 3), ([3, 1, 4, 1, 0], 1, 3), ([2], 7, 3), ([1, 2, 3], 6, 0),
+            ([0, 0, 1, 1], 8, 3), ([4, 2], 0, 3))], {
+        "the text is right, and no guesses are asked for, or none is used: a step gives the accepted guesses and one "
+        "token more": ("propose(text) -> []", "propose(text) -> propose(text) and []"),
+        "rejected guesses are counted as tokens in the cache; their keys have to be computed anew":
+            "have = len(text) - 1 -> have += len(new)",
+        "a guess that the model did not choose stays in the text": "draft[kept] == chosen[kept] -> True",
+        "the model's choice after the accepted guesses is missing: another one comes after them":
+            f"{_KEEP} -> text += draft[:kept] + [chosen[0]]",
+        "more ids come back than are asked for: an accepted guess can be one too many":
+            "return text[len(ids):len(ids) + count] -> return text[len(ids):]",
+        "guesses are asked for the new tokens alone, and not for the whole text":
+            "propose(text) -> propose(text[len(ids):])",
+    }, "no rejected token stays, in the text or in the cache; on {ranks}, the text is plain greedy's", guessed,
+             engine=in_the_engine),
+    Exercise("15", my_full_blocks, drafts, {
+        "rejected guesses are counted: another request would find their keys": "1 + kept -> 1 + len(draft)",
+        "the model's choice after the guesses is counted, and its key is not yet computed": "1 + kept -> 2 + kept",
+        "the newest token is computed in this step, too": "have + 1 + kept -> have + kept",
+        "a guess after a wrong one is counted: the model chose it after another text":
+            "kept = 0 -> kept = sum(a == b for a, b in zip(draft, chosen)) ;; while -> while False and ",
+        "a block that is not yet full is counted": "(have + 1 + kept) // -> (have + kept + block_size) //",
+    }, "only blocks of accepted tokens can be found; on {ranks}, a second prompt that contains rejected guesses agrees "
+       "with Hugging Face", patches=published_by, engine=found_by_others)]

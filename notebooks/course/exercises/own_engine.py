@@ -2,7 +2,6 @@
 one all of whose layers are of a learner's class."""
 
 import ast
-import linecache
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import count
 from textwrap import dedent
@@ -12,6 +11,7 @@ import torch
 
 from course.judge import progress_file
 from course.judge.answers import greedy
+from course.judge.exercise import run_lines
 from course.judge.limit import limited
 from course.judge.words import NotYet, first_cause, in_words
 from tplab.checkpoint import Checkpoint
@@ -33,18 +33,16 @@ from tplab.ranks import all_gather, all_reduce, barrier, broadcast, rank, reduce
 """
 
 
-def defined(code: str, name: str, setup: str = SETUP, given: Mapping = MappingProxyType({})):
+def defined(code: str, name: str, given: Mapping = MappingProxyType({})):
     """What ``code`` calls ``name``, as from a notebook's cell where ``given`` is defined; what stands there as a call
     is not carried out."""
-    file = f"<answer {next(_number)}>"
-    source = dedent(code).strip("\n") + "\n"
-    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+    file, source = f"<answer {next(_number)}>", dedent(code).strip("\n") + "\n"
     space = {"__name__": "__main__"}
-    exec(setup, space)
+    exec(SETUP, space)
     space.update(given)
     tree = ast.parse(source, file)
     tree.body = [one for one in tree.body if not isinstance(one, ast.Expr)]
-    exec(compile(tree, file, "exec"), space)
+    run_lines(source, file, space, tree)
     return space[name]
 
 
@@ -122,32 +120,23 @@ def own_pieces() -> Pieces:
     return Pieces((name, answer) for name, answer in solved.items() if name in wanted)
 
 
-def your_engine(parts: dict[str, Callable], model, prompts: Sequence[Sequence[int]], max_new_tokens: int, *,
+def your_engine(parts: Mapping[str, Callable], model, prompts: Sequence[Sequence[int]], max_new_tokens: int, *,
                tensor_parallel_size: int = 2, dtype: str = "float32") -> list[list[int]]:
     """What an engine of these parts writes: ``max_new_tokens`` greedy token ids for each of ``prompts``.
 
     ``my_generate`` drives it, one prompt after the other; all other pieces stand in it. If a piece fails, it prints
-    what is wrong with which, and writes nothing.
+    what is wrong, and writes nothing.
     """
-    alone = {f" at {name}": {name: parts[name]} for name in pieces() if name in parts} if len(parts) > 1 else {}
-    for whose, some in {"": parts, **alone}.items():  # all of them; then the first that fails among the lab's own
-        try:
-            written = limited(_write, some, model, prompts, max_new_tokens, tensor_parallel_size, dtype)
-        except Exception as error:  # of whatever a piece does
-            said = f"your engine stops{whose}: {in_words(first_cause(error))}"
-            if whose:
-                break
-        else:
-            if not whose:
-                return written
-    print(said)
-    return [[] for _ in prompts]
+    try:
+        return limited(_write, parts, model, prompts, max_new_tokens, tensor_parallel_size, dtype)
+    except Exception as error:  # of whatever a piece does
+        print(f"your engine stops: {in_words(first_cause(error))}")
+        return [[] for _ in prompts]
 
 
-def _write(parts: dict[str, Callable], model, prompts, max_new_tokens: int, tensor_parallel_size: int, dtype: str):
+def _write(parts: Mapping[str, Callable], model, prompts, max_new_tokens: int, tensor_parallel_size: int, dtype: str):
     there = pieces()
-    patches = [patch for name, answer in parts.items() for patch in there[name].patches(answer)]
-    with applied(*patches):
+    with applied(*(patch for name, answer in parts.items() for patch in there[name].patches(answer))):
         if "my_generate" not in parts:
             return greedy(model, prompts, max_new_tokens, tensor_parallel_size, dtype, block_size=4, strict=True)
         with LLM(model, tensor_parallel_size, dtype, block_size=4, strict=True) as llm:

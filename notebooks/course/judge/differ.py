@@ -6,7 +6,6 @@ from numbers import Integral
 import torch
 
 from course.judge.exercise import Example, Most
-from course.judge.setting import LITTLE
 from tplab.checks import quoted
 
 _PLAIN = bool | int | float | str | list | tuple | range | dict | set | bytes | None
@@ -90,31 +89,6 @@ def where(value: torch.Tensor, right: torch.Tensor, within: float, names: Sequen
     digits = next((n for n in (4, 7) if f"{yours:.{n}g}" != f"{must:.{n}g}"), 17)
     return (f"{int(bad.sum())} of {bad.numel()} numbers are wrong" + f", all at {only}" * bool(only)
             + f": the first{', ' * bool(place)}{place}, is {yours:.{digits}g}, and {must:.{digits}g} is right")
-
-
-def related(value, right) -> str:
-    """What turns all right numbers into these, if one thing does."""
-    if not (isinstance(value, torch.Tensor) and isinstance(right, torch.Tensor)) or (
-            value.shape, value.dtype) != (right.shape, right.dtype) or value.device.type != "cpu":
-        return ""
-    value, right = value.detach().double(), right.detach().double()
-    if not (right.isfinite().all() and value.isfinite().all() and value.any() and right.any()):
-        return ""
-    gap, factor, more = (value - right).abs().max(), (value * right).sum() / right.pow(2).sum(), (value - right).mean()
-
-    many = len(right.unique()) > 2
-
-    def like(other) -> bool:
-        return bool((value - other).abs().max() < gap / 50)
-
-    ways = {"it is right but for its sign": like(-right),
-            "it is right but for signs": like(right.abs().copysign(value)),
-            f"every number is {factor:.4g} times what it must be": many and like(factor * right),
-            f"every number is off by {more:+.4g}": many and like(right + more),
-            LITTLE[0].lower() + LITTLE[1:]: gap < 5e-3 * right.abs().max(),
-            "the numbers are right, and stand in another order": like(right.flatten().sort().values[
-                value.flatten().argsort().argsort()].view(value.shape))}
-    return next((says for says, is_so in ways.items() if is_so), "")
 
 
 def kind(value) -> str:

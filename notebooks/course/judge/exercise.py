@@ -1,13 +1,18 @@
 """An exercise as data: a reference, examples, and known mistakes, each a sentence and an edit of the reference."""
 
+import ast
 import inspect
+import linecache
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
+from textwrap import dedent
 
 from course.judge.setting import Setting
 from tplab.patch import Patch
 
+_number = count()
 AGREED = "on {ranks}, every trace point agrees with Hugging Face"
 
 
@@ -73,16 +78,23 @@ class Exercise:
         return [edited(self.reference, one) for one in (edits if isinstance(edits, tuple) else (edits,))]
 
 
-def edited(reference: Callable, edits: str) -> Callable:
+def edited(reference: Callable, edits: str, **names) -> Callable:
     """A function or class with its source changed: ``"old -> new ;; old -> new"``. Raises ValueError where the source
-    has no ``old``."""
-    source, space = inspect.getsource(reference), dict(vars(sys.modules[reference.__module__]))
+    has no ``old``. ``names``: what the new source needs and the reference's module does not have."""
+    source = dedent(inspect.getsource(reference))
     for old, new in (one.split(" -> ") for one in edits.split(" ;; ")):
         if old not in source:
-            raise ValueError(f"{reference.__name__} has no {old!r} to change")
+            raise ValueError(f"{reference.__qualname__} has no {old!r} to change")
         source = source.replace(old, new)
-    exec(source, space)
+    space = {**vars(sys.modules[reference.__module__]), **names}
+    run_lines(source, f"<edited {next(_number)}>", space)
     return space[reference.__name__]
+
+
+def run_lines(source: str, file: str, space: dict, tree: ast.Module | None = None) -> None:
+    """Run ``source``, or what ``tree`` has of it, as the contents of ``file``, whose lines can be shown."""
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+    exec(compile(tree or source, file, "exec"), space)
 
 
 def at(*targets: str) -> Callable[[Callable], list[Patch]]:

@@ -71,38 +71,26 @@ class Panel:
 
     def _redraw(self) -> None:
         decodes = any(fault.shows_in == "decode" for fault in self._faults)
-        config, options = open_checkpoint(self._model).config, {}
-        whys = [(one, one.why_not(config, self._tp.value)) for one in self.ticked]
-        for one, why in whys:
-            options |= {} if why else one.options
+        config, ranks, options = open_checkpoint(self._model).config, self._tp.value, {}
+        idle = [f"{one.title}: {why}" for one in self.ticked if (why := one.why_not(config, ranks))]
+        for one in self.ticked:
+            options |= {} if one.why_not(config, ranks) else one.options
         self.report = (align_decode if decodes else align)(
-            self._model, self._prompt.value, tensor_parallel_size=self._tp.value, dtype=self._dtype,
-            patches=self.ticked, **options)
+            self._model, self._prompt.value, tensor_parallel_size=ranks, dtype=self._dtype, patches=self.ticked,
+            **options)
         now = {self._label(): self.report}
         self.figure, self._previous = diff_figure(self._previous | now, title=finding(now)), now
         self.alt_text = self.figure.alt_text.replace("Figure:", "Figure: the panel when this cell ran.", 1)
         self._image.value = image_html(self.figure.png(), self.figure.alt_text)
-        idle = [f"{one.title}: {why}" for one, why in whys if why]
         if self.ticked and self.report.ok and not idle:
-            idle = ["The prompt is one token: nothing is hidden from it, and at position 0 nothing is turned."
-                    if sum(map(len, self.report.ids)) == 1 else "With this prompt nothing is computed otherwise."]
-        said = [one.sentence for one in self.report.diagnoses]
-        self._verdict.value = "<br>".join([f"<b>{escape(describe_report(self.report))}</b>",
-                                           *map(escape, [*(said or [diagnose(self.report).sentence]), *idle,
-                                                                 *self._shared()])])
+            idle = ["With this prompt nothing is computed otherwise."]
+        said = [one.sentence for one in self.report.diagnoses] or [diagnose(self.report).sentence]
+        lines = [f"<b>{escape(describe_report(self.report))}</b>", *map(escape, [*said, *idle])]
+        self._verdict.value = "<br>".join(lines)
 
     def _label(self) -> str:
         what = " + ".join(fault.name for fault in self.ticked) or "nothing ticked"
         return f"{what}, {counted(self._tp.value, 'rank')}"
-
-    def _shared(self) -> list[str]:
-        """Which of the ticked faults replace the same function: only the last one stands there."""
-        at: dict[str, list[str]] = {}
-        for one in self.ticked:
-            for patch in one.patches:
-                at.setdefault(patch.target, []).append(one.name)
-        return [f"{' and '.join(names)} replace the same function, {target.removeprefix('tplab.')}: {names[-1]} stands "
-                "there, and the other is not in it." for target, names in at.items() if len(names) > 1]
 
     def __str__(self) -> str:
         choices = ", ".join(fault.title for fault in self._faults)

@@ -102,15 +102,10 @@ def _look(exercise: Exercise, answer: Callable, example: Example, seen: list[See
 
 
 def copied(value):
-    """A copy of what an answer gives; a generator and a coroutine are refused."""
+    """A copy of what an answer gives; a generator is refused, which runs no line before it is asked."""
     if inspect.isgenerator(value) or inspect.iscoroutine(value):
         value.close()  # or Python warns that it was never awaited
-        if inspect.isgenerator(value) and value.gi_code.co_name == "<genexpr>":
-            raise NotYet("a generator expression gives its items one by one, once: write [… for …] where (… for …) "
-                         "stands")
-        how = "async def" if inspect.iscoroutine(value) else "yield"
-        raise NotYet(f"with {how}, a call gives a {type(value).__name__} and runs none of your lines: use def, and "
-                     f"return")
+        raise NotYet(f"it returns a {type(value).__name__}: use def with return, and [… for …], not (… for …)")
     try:
         return copy.deepcopy(value)
     except Exception:  # some objects cannot be copied; they are not what is asked for

@@ -13,11 +13,6 @@ from textwrap import dedent
 from tplab.errors import TplabError
 
 SOLVED: dict[str, Callable] = {}  # the answers that passed in this process, the latest of each exercise
-_LONGEST = 20_000  # characters of an answer's cell that are kept
-
-
-class ProgressError(TplabError):
-    """The file that keeps the progress cannot be read."""
 
 
 def path() -> Path:
@@ -38,25 +33,21 @@ def is_kept() -> bool:
 
 
 def load() -> dict[str, dict]:
-    """``{exercise: {"solved": "2026-11-22 09:30", "code": its cell}}``. Empty in a batch. Raises `ProgressError` if the
+    """``{exercise: {"solved": "2026-11-22 09:30", "code": its cell}}``. Empty in a batch. Raises `TplabError` if the
     file is none of ours."""
     if not is_kept():
         return {}
     try:
-        found = json.loads(path().read_text(encoding="utf-8"))
-        if not isinstance(found, dict) or not all(isinstance(one, dict) for one in found.values()):
-            raise ValueError("no table of exercises")
-        return {name: one for name, one in found.items() if "solved" in one}
+        kept = json.loads(path().read_text(encoding="utf-8"))
+        return {name: one for name, one in kept.items() if "solved" in one}
     except FileNotFoundError:
         return {}
-    except (ValueError, OSError) as error:
-        raise ProgressError(f"{path()} cannot be read ({error}); remove it to begin anew") from error
+    except (ValueError, TypeError, AttributeError, OSError) as error:
+        raise TplabError(f"{path()} cannot be read ({error!r}); remove it to begin anew") from error
 
 
-def note(name: str, answer: Callable, passed: bool) -> None:
+def note(name: str, answer: Callable) -> None:
     """Keep that an exercise was solved: when it was the first time, and the cell of the latest answer that passed."""
-    if not passed:
-        return
     SOLVED[name] = answer
     if not is_kept():
         return
@@ -80,9 +71,7 @@ def source(answer: Callable) -> str | None:
     """The whole cell that defines ``answer``, or its own lines where that is a file's; None if they are not known."""
     codes = [one.__code__ for one in (vars(answer).values() if isinstance(answer, type) else [answer])
              if hasattr(one, "__code__")]
-    file = codes[0].co_filename if codes else ""
-    try:
-        code = dedent(inspect.getsource(answer)) if os.path.exists(file) else "".join(linecache.getlines(file))
-    except (OSError, TypeError):
+    if not codes:
         return None
-    return code if 0 < len(code) <= _LONGEST else None
+    file = codes[0].co_filename
+    return dedent(inspect.getsource(answer)) if os.path.exists(file) else "".join(linecache.getlines(file)) or None

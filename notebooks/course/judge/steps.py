@@ -19,9 +19,9 @@ _MOST = 20_000, 500  # numbers of a tensor, and tensors, that are kept of one ca
 class Made(TorchDispatchMode):
     """What each torch call of a learner's code makes, with the line of the call: ``found``."""
 
-    def __enter__(self):
-        self.found = []
-        return super().__enter__()
+    def __init__(self):
+        super().__init__()
+        self.found: list[tuple[int, torch.Tensor]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out, frame = func(*args, **(kwargs or {})), sys._getframe(1)
@@ -33,56 +33,49 @@ class Made(TorchDispatchMode):
         return out
 
 
-def is_like(one: torch.Tensor, step: torch.Tensor, most: float) -> bool:
+def is_like(one: torch.Tensor, step: torch.Tensor) -> bool:
     """Whether it is ``step``, in whatever layout."""
     if one.numel() != step.numel() or one.is_complex():
         return False
-    one, step = one.double().squeeze(), step.double().flatten()
+    one, step, most = one.double().squeeze(), step.double().flatten(), 1e-4 * max(1.0, step.abs().max().item())
     orders = permutations(range(one.dim())) if one.dim() < 6 else [range(one.dim())]
     return any(torch.allclose(one.permute(*order).flatten(), step, rtol=0, atol=most) for order in orders)
 
 
 def right_steps(exercise: Exercise, answer: Callable, example: Example, number: int) -> str:
-    """Of rank ``number``: ``"right in yours: scores (line 4); not found: weights"``."""
-    def run(function: Callable, note: Callable):
-        found = [None] * example.ranks
+    """Of rank ``number``: ``"Right in yours: scores (line 4); not found: weights"``; the empty string of a class."""
+    if not hasattr(exercise.reference, "__code__"):
+        return ""
+    given, steps, made = {}, {}, Made()
 
-        def here() -> None:
-            found[rank()] = note(lambda: [*exercise.observe(function, *copy.deepcopy(tuple(example)))])
+    def trace(frame, event, arg):
+        if frame.f_code is exercise.reference.__code__ and event in ("call", "return"):
+            (given if event == "call" else steps).update(frame.f_locals)
+        return trace
 
-        logical_ranks(example.ranks, here, timeout=5)
-        return found[number]
+    def call(function: Callable) -> None:
+        for _ in exercise.observe(function, *copy.deepcopy(tuple(example))):
+            pass
 
-    def lines(call: Callable) -> list:
-        with Made() as made:
-            call()
-        return made.found
-
-    def variables(call: Callable) -> dict[str, torch.Tensor]:
-        def trace(frame, event, arg):
-            if frame.f_code is exercise.reference.__code__ and event in ("call", "return"):
-                (given if event == "call" else found).update(frame.f_locals)
-            return trace
-
-        given, found = {}, {}
-        sys.settrace(trace)
+    def here() -> None:
+        is_it = rank() == number
+        sys.settrace(trace if is_it else None)
         try:
-            call()
+            call(exercise.reference)
         finally:
             sys.settrace(None)
-        return {name: one for name, one in found.items() if isinstance(one, torch.Tensor) and one.numel() > 1
-                and one.is_floating_point() and one is not given.get(name)}
+        with made if is_it else Made():
+            call(answer)
 
-    if not hasattr(exercise.reference, "__code__"):
-        return ""  # a class
     with Made():
         torch.ones(2)  # the first use of such a mode imports much, which is not on the learner's time
     try:
-        steps, made = run(exercise.reference, variables), run(answer, lines)
+        logical_ranks(example.ranks, here, timeout=5)
     except Exception:  # of a learner's code that fails on other ranks
         return ""
-    at = {name: next((line for line, one in made if is_like(one, step, 1e-4 * max(1.0, step.abs().max().item()))), 0)
-          for name, step in steps.items()}
+    wanted = {name: one for name, one in steps.items() if isinstance(one, torch.Tensor) and one.numel() > 1
+              and one.is_floating_point() and one is not given.get(name)}
+    at = {name: next((line for line, one in made.found if is_like(one, step)), 0) for name, step in wanted.items()}
     right = ", ".join(f"{name} (line {line})" for name, line in at.items() if line)
     missing = next((name for name, line in at.items() if not line), "")
     if not right:

@@ -62,3 +62,11 @@ def random_model(model_type: str, num_heads: int, num_kv_heads: int, **config) -
     return open_checkpoint(write_random(
         lasting_folder(), num_heads, model_type=model_type, vocab_size=43, num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads, tie_word_embeddings=False, **config))
+
+
+@functools.cache
+def toy_experts() -> Checkpoint:
+    """A Qwen3 mixture of experts of odd sizes with 7 experts, 2 for a token."""
+    return random_model("qwen3_moe", 6, 2, head_dim=6, num_experts=7, num_experts_per_tok=2, moe_intermediate_size=13,
+                        norm_topk_prob=True, hidden_size=48, intermediate_size=25, num_hidden_layers=2,
+                        max_position_embeddings=64, eos_token_id=None, bos_token_id=None, pad_token_id=None)

@@ -1,6 +1,5 @@
 """The verdict on an answer: right on every example and in the engine, or the mistake that gives just what it gives."""
 
-import dis
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,13 +8,13 @@ from functools import cache
 import torch
 
 from course.judge import progress_file
-from course.judge.differ import given, kind, related
+from course.judge.differ import given, kind
 from course.judge.exercise import Example, Exercise
 from course.judge.limit import limited
 from course.judge.observe import COLLECTIVES, Outcome, outcome
 from course.judge.setting import Setting
 from course.judge.steps import right_steps
-from course.judge.words import NotYet, in_words
+from course.judge.words import CALLED, NotYet, in_words
 from tplab.checks import counted
 from tplab.errors import TplabError
 from tplab.show.phrases import in_width
@@ -58,9 +57,9 @@ def judge(exercise: Exercise, answer, setting: Setting) -> Verdict:
             print(in_width(line, " " * 11))
     else:
         ranks = counted(setting.tensor_parallel_size, "rank")
-        print(in_width(f"PASS  {name}: {exercise.agreed.format(ranks=ranks)}" + (f"; {remark}" if remark else ""),
-            " " * 8))
-    progress_file.note(name, answer, passed=not sentence)
+        says = exercise.agreed.format(ranks=ranks) + (f"; {remark}" if remark else "")
+        print(in_width(f"PASS  {name}: {says}", " " * 8))
+        progress_file.note(name, answer)
     return Verdict(name, sentence, setting.report, exercise.reference if sentence else answer)
 
 
@@ -86,8 +85,8 @@ def examine(exercise: Exercise, answer, setting: Setting) -> str | None:
     n = next(n for n, one in enumerate(found) if not one.is_right())
     sentence, example = mistake(exercise, found), given(exercise.takes, examples[n])
     lines = [sentence] * bool(sentence) + described(found[n], examples[n], example)
-    if not sentence:
-        lines.append(more_facts(exercise, answer, examples[n], found[n]))
+    if not (sentence or found[n].kind) and isinstance(found[n].wrong()[0][1].value, torch.Tensor):
+        lines.append(right_steps(exercise, answer, examples[n], found[n].wrong()[0][0]))
     raise NotYet("\n".join(line for line in lines if line))
 
 
@@ -136,24 +135,14 @@ def described(found: Outcome, example: Example, called_with: str) -> list[str]:
     """What is wrong with an example: the error and its line, or what differs first."""
     if found.kind:
         lines = found.error.splitlines()
-        return lines if "called with" in found.error or len(lines) > 2 else [*lines, f"It was called with "
-            f"{called_with}"]
+        return lines + [f"It was called with {called_with}"] * (CALLED not in found.error and len(lines) < 3)
     wrong = sorted(found.wrong(), key=lambda rank: rank[1].what == COLLECTIVES)
     _, one, says = wrong[0]
     ranks = [r for r, other, _ in wrong if other.what == one.what]
     which = ranks_in_words(ranks, example.ranks)
     on = f"on {which}{f' of {example.ranks}' * (which != 'every rank')}, " if example.ranks > 1 else ""
     says = f"the result is right; {says}" if one.what == COLLECTIVES else says
-    return [f"With {called_with}: {on}{says}" + (f"; {more}" if (more := related(one.value, one.must)) else "")]
-
-
-def more_facts(exercise: Exercise, answer: Callable, example: Example, found: Outcome) -> str:
-    """Where no mistake is named: which lines are right, or which parameters no line reads."""
-    if found.kind:
-        return ""
-    number, one, _ = found.wrong()[0]
-    steps = right_steps(exercise, answer, example, number) if isinstance(one.value, torch.Tensor) else ""
-    return steps or (f"Your code never reads {', '.join(idle)}" if (idle := unread(answer)) else "")
+    return [f"With {called_with}: {on}{says}"]
 
 
 def ranks_in_words(ranks: Sequence[int], size: int) -> str:
@@ -174,14 +163,3 @@ def fits_signature(exercise: Exercise, answer) -> None:
         raise NotYet(f"it must take ({takes}); yours takes {inspect.signature(answer)}") from None
     except ValueError:
         pass  # a builtin without a signature: the call will tell
-
-
-def unread(answer: Callable) -> list[str]:
-    """The parameters that no line of a function reads."""
-    if not inspect.isfunction(answer) or answer.__code__.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS):
-        return []
-    read, codes = set(), [answer.__code__]
-    for code in codes:
-        codes += [inner for inner in code.co_consts if inspect.iscode(inner)]
-        read |= {step.argval for step in dis.get_instructions(code) if step.opname.startswith("LOAD_")}
-    return [name for name in inspect.signature(answer).parameters if name not in read]

@@ -6,10 +6,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from course.judge.differ import kind
-from course.judge.experts_toys import toy_experts
-from course.judge.words import NotYet, in_words
-from tplab.align import align
-from tplab.checks import spans
+from course.judge.words import NotYet
 
 IDS = [3, 1, 4, 15, 9, 26, 5, 35, 8, 9, 7]  # eleven tokens for a small random model
 
@@ -22,12 +19,6 @@ def numbers(*shape: int, seed: int = 0, dtype=torch.float32) -> torch.Tensor:
 def dealt(total: int, size: int) -> list[range]:
     """Ranges for so many ranks, whose lengths no rule for dealing evenly gives."""
     return [range(total * r * r // size ** 2, total * (r + 1) ** 2 // size ** 2) for r in range(size)]
-
-
-def span(places, of: str = "rows") -> str:
-    """``"rows 0–5"``, ``"rows 0, 2, 4 …"``."""
-    texts = spans(places)
-    return f"{of} " + (", ".join(texts[:4]) + " …" * (len(texts) > 4) if texts else "of none")
 
 
 def pair(value, what: str) -> list:
@@ -67,20 +58,3 @@ class Multiplications(TorchDispatchMode):
         if at is not None:
             self.count += result.numel() * args[at].shape[-1]
         return result
-
-
-def beside_hugging_face(setting, toy=None, modes=(False, True)) -> None:
-    """An answer in the setting's model, or a small one with experts, or ``toy``; tensor and expert parallel."""
-    given = toy is None and setting.checkpoint.config.experts is not None
-    ckpt = setting.checkpoint if given else toy or toy_experts()
-    for mode in modes:
-        where = f"in {ckpt.name if given else 'a small random model'}, {'expert' if mode else 'tensor'} parallel: "
-        try:
-            setting.report = report = align(ckpt, setting.ids() if given else IDS, dtype=setting.narrow,
-                                            patches=setting.patches, enable_expert_parallel=mode,
-                                            tensor_parallel_size=setting.tensor_parallel_size)
-        except Exception as error:  # of the learner's code on the ranks
-            raise NotYet(f"{where}{in_words(error)}") from error
-        if not report.ok:
-            first = report.first_divergence
-            raise NotYet(f"{where}the first point outside the floor is {first.name}, off by {first.relative:.1g}")

@@ -10,7 +10,7 @@ from course import lesson
 from course.exercises import ExerciseError
 from course.exercises.nb04 import my_attend
 from course.judge import limit, observe
-from course.judge.differ import differs, kind, related
+from course.judge.differ import differs, kind
 from course.judge.exercise import Example, Exercise, Most, edited
 from course.judge.setting import Setting
 from course.judge.verdict import judge
@@ -51,14 +51,12 @@ def told(code, exercise=DOUBLED, capsys=None):
     ("def doubled(x, factor): x *= 2 * factor", "it returns nothing, and changes its argument x, which its caller "
                                                 "still"),
     ("def doubled(x, factor): x *= 2 * factor; return x", "it changes its argument x"),
-    ("def doubled(x, factor): pass", "it returns nothing (is a return missing?); a tensor [3] must come back\n"
-     "         Your code never reads x, factor"),
+    ("def doubled(x, factor): pass", "it returns nothing (is a return missing?); a tensor [3] must come back"),
     ("def doubled(x, factor):\n    y = x\n    return y.nowhere", "AttributeError: 'Tensor' object has no attribute "
      "'nowhere'\n         at your line 3: return y.nowhere\n         It was called with x [3], factor 1.0"),
     ("def doubled(x, factor): raise SystemExit", "SystemExit"),
-    ("def doubled(x, factor): yield x", "with yield, a call gives a generator and runs none of your lines"),
-    ("async def doubled(x, factor): return x", "with async def, a call gives a coroutine"),
-    ("def doubled(x, factor): return (one for one in x)", "a generator expression gives its items one by one"),
+    ("def doubled(x, factor): yield x", "it returns a generator: use def with return"),
+    ("async def doubled(x, factor): return x", "it returns a coroutine: use def with return"),
     ("def doubled(x, factor):\n    t = 2 * x\n    return t * factor + 7", "Right in yours: twice (line 2); see what "
         "follows line 2"),
     ("def doubled(x, factor): return (x * 2 * factor).double()", "it returns torch.float64; torch.float32 must come "
@@ -153,16 +151,6 @@ def test_an_answer_to_no_exercise_is_refused_by_name():
 def test_how_a_value_differs(value, right, said):
     found = differs(value, right, 1e-4, "row, column" if getattr(right, "ndim", 0) == 2 else "")
     assert said in found and bool(said) == bool(found)
-
-
-@pytest.mark.parametrize("change, said", [
-    (lambda x: -x, "it is right but for its sign"), (lambda x: 3 * x, "every number is 3 times"), (lambda x: x + 2,
-        "off by +2"),
-    (lambda x: x * torch.tensor([1, 1, 1, -1.0]), "but for signs"), (lambda x: x.bfloat16().float(), "lost digits"),
-    (lambda x: x.flip(0), "in another order"), (lambda x: x ** 2, "")])
-def test_what_turns_the_right_numbers_into_these(change, said):
-    x = torch.tensor([1.137, 2.51, -3.33, 4.7])
-    assert said in related(change(x), x) and (said or not related(change(x), x))
 
 
 def test_a_value_is_named_without_an_address():

@@ -5,25 +5,12 @@ import pytest
 
 from course import figures, lab, lesson
 from course.lab import batch, doctor
-from tplab import show
-from tplab.errors import TplabError
 
 
 def test_a_shown_error_is_printed_and_the_notebook_goes_on(capsys):
     with lesson.shown_error():
         raise ValueError("split_sizes sum to 96")
     assert capsys.readouterr().out == "ValueError: split_sizes sum to 96\n"
-
-
-def test_a_block_that_was_expected_to_fail_and_did_not_says_so(capsys):
-    with lesson.shown_error():
-        pass
-    assert capsys.readouterr().out == "No error was raised.\n"
-
-
-def test_an_interrupt_is_not_shown_but_passed_on():
-    with pytest.raises(KeyboardInterrupt), lesson.shown_error():
-        raise KeyboardInterrupt
 
 
 def test_what_a_learner_is_to_write_is_folded_until_it_is_opened():
@@ -41,21 +28,6 @@ def test_side_by_side_marks_the_lines_that_differ():
                          "right:\n    def f(x):\n        y = 1 < x\n        return y"
 
 
-def test_a_line_is_marked_by_what_the_other_side_lacks():
-    html = figures.side_by_side("same\nold", "new\nsame")._repr_mimebundle_()["text/html"]
-    assert "✗ old\n<" in html and "✓ new\n<" in html and "  same" in html and "✓ same" not in html
-
-
-def test_names_docstrings_and_comments_are_no_difference():
-    broken = "def broken(x):\n    y = x  # as it was\n    return y - 1"
-    right = 'def right(x: int) -> int:\n    """What it does.\n\n    In words.\n    """\n    y = x\n    return y'
-    html = figures.side_by_side(broken, right)._repr_mimebundle_()["text/html"]
-    assert [html.count("✗ "), html.count("✓ ")] == [2, 2]  # a heading each, and the last line
-    assert "✗     return y - 1" in html and "✓     return y" in html
-    lost = figures.side_by_side("if x:", "if y:")._repr_mimebundle_()["text/html"]  # a piece that is no whole code
-    assert "✗ if x:" in lost and "✓ if y:" in lost
-
-
 def test_cores_are_those_that_this_process_may_use(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 3, 5} if pid == 0 else set(), raising=False)
     monkeypatch.setattr("os.cpu_count", lambda: None)
@@ -64,11 +36,6 @@ def test_cores_are_those_that_this_process_may_use(monkeypatch):
     assert lesson.available_cores() == 1
     monkeypatch.setattr("os.cpu_count", lambda: 6)
     assert lesson.available_cores() == 6
-
-
-def test_default_prompts():
-    assert lesson.default_prompt("fable") == lesson.default_prompt("fable-moe")
-    assert lesson.default_prompt("smollm2") == lesson.default_prompt("some/folder") != lesson.default_prompt("fable")
 
 
 def test_the_environment_is_ok_or_names_the_remedy(monkeypatch):
@@ -89,20 +56,6 @@ def test_the_map_is_read_from_the_notebooks(monkeypatch, tmp_path):
     shown = lab.map_of_series()
     assert str(shown) == "00  Start\n    Hello.\n01  Zero times <inf>\n    Where NaN comes from."
     assert '<a href="01_mask.ipynb">Zero times &lt;inf&gt;</a>' in shown._repr_mimebundle_()["text/html"]
-
-
-def test_no_map_without_notebooks(monkeypatch, tmp_path):
-    monkeypatch.setattr(batch, "FOLDER", tmp_path)
-    with pytest.raises(TplabError, match="not beside this copy"):
-        lab.map_of_series()
-
-
-def test_a_misspelt_helper_lists_the_right_ones():
-    with pytest.raises(AttributeError, match="no attribute 'diffs_figure'; there are .*diff_figure"):
-        _ = show.diffs_figure
-    assert set(show.__all__) <= set(dir(show))
-    for name in show.__all__:
-        getattr(show, name)
 
 
 @pytest.mark.parametrize("answer, says", [("lambda positions, keys: None",

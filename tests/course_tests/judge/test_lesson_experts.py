@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from course.judge import experts
-from course.judge.experts_toys import toy_experts
+from course.judge.toy_checkpoint import toy_experts
 from tplab import ShardPlan
 from tplab.align.reference import hf_model
 

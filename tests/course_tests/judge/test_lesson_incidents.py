@@ -5,7 +5,6 @@ import os
 import pytest
 
 from course import lesson
-from course.judge.incidents import Incident
 from tplab.errors import TplabError
 from tplab.pool import RankPool
 from tplab.ranks import OpRecord, RankError, errors, rank
@@ -56,19 +55,6 @@ def test_what_does_not_fail_is_no_incident(pool, monkeypatch):
     assert not incidents.happened
 
 
-def test_a_report_that_comes_too_late_is_named(pool):
-    incidents = lesson.Incidents(pool)
-    incidents.happened = {"slow": Incident(RankError("x"), 2.0, 1.5), "quick": Incident(RankError("x"), 0.5, 1.0)}
-    figure = incidents.figure("How late")
-    assert figure.alt_text.endswith("slow (1.5 s), quick (1 s); too late: slow.")
-    assert figure.get_suptitle() == "How late"
-    marks = {(line.get_marker(), *(float(at[0]) for at in line.get_data())) for line in figure.axes[0].get_lines()
-             if len(line.get_xdata()) == 1}
-    assert marks == {("X", 2.0, 0.0), ("o", 0.5, 1.0)}
-    incidents.happened["at once"] = Incident(RankError("x"), 0.0004, 0.0004)
-    assert incidents.figure().alt_text.endswith("too late: slow."), "at its bound it is in time"
-
-
 def test_what_is_left_behind_is_counted_and_marked(pool):
     incidents = lesson.Incidents(pool)
     assert "✗" not in str(incidents.left_behind())
@@ -76,12 +62,6 @@ def test_what_is_left_behind_is_counted_and_marked(pool):
         more = str(incidents.left_behind())
     assert more.count("✗") == 3, more  # a process, a folder, a file
     assert "✗" not in str(incidents.left_behind())
-
-
-def test_an_exception_is_caught_and_none_is_none():
-    assert isinstance(lesson.caught(int, "x"), ValueError)
-    assert lesson.caught(int, "1") is None
-    assert isinstance(lesson.caught(sorted, [1], key=5), TypeError), "names go with it"
 
 
 def test_the_text_of_an_error_is_the_same_whatever_the_cells_number(monkeypatch):
@@ -103,10 +83,3 @@ def test_the_text_of_an_error_is_the_same_whatever_the_cells_number(monkeypatch)
     long = "word " * 30 + "end"
     first, second, code = lesson.error_text(ValueError(f"{long}\n    {long}")).splitlines()
     assert code == f"    {long}" and first.startswith("ValueError: word") and second.strip().endswith("end")
-
-
-def test_the_line_shown_is_the_one_that_the_file_has_now(tmp_path):
-    file = tmp_path / "mine.py"
-    for line in ("before = 1", "afterwards = 22"):
-        file.write_text(line + "\n")
-        assert errors.source_lines([Frame(str(file), 1, "f")])[-1] == f"    {line}"

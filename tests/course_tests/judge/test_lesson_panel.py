@@ -118,15 +118,3 @@ def test_what_is_stored_has_a_picture_and_no_random_text(made, asked, fable_stan
 def test_what_cannot_be_ticked(asked, fable_stand_in):
     with pytest.raises(TplabError, match="'no_mask' cannot be ticked: the panel has nan_mask"):
         lesson.panel(["nan_mask"], model=fable_stand_in, ticked=["no_mask"], prompt="Hi")
-
-
-def test_a_prompt_that_cannot_show_a_fault_says_why():
-    one = lesson.panel(["no_mask"], ticked=["no_mask"], prompt="\n")
-    assert len(one.report.ids[0]) == 1 and "nothing is hidden from it, and at position 0" in one._verdict.value
-
-
-def test_two_faults_on_one_function_say_which_one_stands_there(made):
-    made._boxes[1].value = True
-    made._button.click()
-    assert ("nan_mask and no_mask replace the same function, model.attention.mask_scores: no_mask stands there"
-            in made._verdict.value)

@@ -15,10 +15,6 @@ def own_file(tmp_path, monkeypatch):
     monkeypatch.setattr(progress_file, "SOLVED", {})
 
 
-def wrong(scores, mask):
-    return scores
-
-
 def right(scores, mask):
     return scores.masked_fill(mask, float("-inf"))
 
@@ -30,24 +26,15 @@ def row():
 
 def test_when_it_was_solved_first_stands_and_the_latest_right_cell(monkeypatch):
     monkeypatch.setattr("time.strftime", lambda form, *_: f"{form} first")
-    progress_file.note("mask_scores", wrong, passed=False)
     assert progress_file.load() == {} and row() == ["01", "mask_scores"]
-    progress_file.note("mask_scores", right, passed=True)
+    progress_file.note("mask_scores", right)
     monkeypatch.setattr("time.strftime", lambda form, *_: "later")
-    progress_file.note("mask_scores", defined(CELL, "mask_scores"), passed=True)
-    progress_file.note("mask_scores", wrong, passed=False)
+    progress_file.note("mask_scores", defined(CELL, "mask_scores"))
     assert progress_file.load() == {"mask_scores": {"solved": "%Y-%m-%d %H:%M first", "code": CELL}}
     assert row() == ["01", "mask_scores", "%Y-%m-%d", "%H:%M", "first"]
     assert str(lesson.progress()).splitlines()[-1].split()[0] > "11"
     lesson.clear_progress()
     assert progress_file.load() == progress_file.SOLVED == {} and row() == ["01", "mask_scores"]
-
-
-def test_a_long_cell_is_not_kept_and_a_builtin_has_none():
-    for length, is_kept in ((20_000, True), (20_001, False)):
-        code = "def f(): pass\n#"
-        assert (progress_file.source(defined(code + "x" * (length - len(code) - 1), "f")) is not None) == is_kept
-    assert progress_file.source(len) is None
 
 
 def test_where_the_file_lies(monkeypatch, tmp_path):
@@ -65,7 +52,7 @@ def test_where_the_file_lies(monkeypatch, tmp_path):
 def test_a_damaged_file_is_named_and_left_alone(text, capsys):
     progress_file.path().parent.mkdir()
     progress_file.path().write_text(text)
-    progress_file.note("mask_scores", right, passed=True)
+    progress_file.note("mask_scores", right)
     told = capsys.readouterr().out
     assert "(progress is not kept: " in told and "remove it to begin anew" in told
     assert progress_file.path().read_text() == text and progress_file.SOLVED == {"mask_scores": right}
@@ -74,14 +61,14 @@ def test_a_damaged_file_is_named_and_left_alone(text, capsys):
 def test_a_folder_that_cannot_be_made_costs_no_verdict(monkeypatch, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TPLAB_PROGRESS", str(tmp_path / "file" / "progress.json"))
-    progress_file.note("mask_scores", right, passed=True)
+    progress_file.note("mask_scores", right)
     assert "(progress is not kept: " in capsys.readouterr().out
 
 
 NOTE = """
 from course.judge import progress_file
 
-progress_file.note("mask_scores", lambda scores, mask: scores, passed=True)
+progress_file.note("mask_scores", lambda scores, mask: scores)
 print(sorted(progress_file.load()))
 """
 

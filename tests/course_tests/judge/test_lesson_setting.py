@@ -45,19 +45,6 @@ def test_a_reference_is_of_three_prompts_however_short_the_first(prompt, prompts
     assert asked == prompts and written == [("fable", one, 5, "float64") for one in prompts]
 
 
-@pytest.mark.parametrize("index, says", [
-    (3, "slices a:b without a step, not by 3"), (slice(0, 4, 2), r"not by slice\(0, 4, 2\)"),
-    (slice(-2, None), r"\[-2:5\] along dim 0"),
-    (slice(0, 6), "source\\[0:6\\] along dim 0 is outside 0:5"), (slice(3, 2), "is outside 0:5"),
-    ((slice(None), slice(0, 4)), "source\\[0:4\\] along dim 1 is outside 0:3"),
-    ((slice(None),) * 3, "has 2 dimensions, 3 slices were asked for")])
-def test_a_source_is_read_by_slices_inside_it(index, says):
-    source = ToySource(torch.arange(15.0).view(5, 3))
-    with pytest.raises(IndexError, match=says):
-        source[index]
-    assert source.taken == 0
-
-
 def test_a_source_counts_what_is_read_and_lends_nothing():
     data = torch.arange(15.0).view(5, 3)
     source = ToySource(data)
