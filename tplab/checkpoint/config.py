@@ -134,6 +134,7 @@ class ModelConfig:
         fields = Reading(hf)
         layers, head_dim = fields.num_hidden_layers, getattr(fields, "head_dim", None) or _head_dim(fields)
         eos = fields.eos_token_id
+        eos = eos if eos_token_id is None else eos_token_id
         config = cls(**{
             "model_type": hf.model_type, "hidden_size": fields.hidden_size,
             "intermediate_size": fields.intermediate_size, "num_layers": layers,
@@ -141,7 +142,7 @@ class ModelConfig:
             "vocab_size": fields.vocab_size, "rms_norm_eps": fields.rms_norm_eps,
             "hidden_act": getattr(fields, "hidden_act", None), "tie_word_embeddings": fields.tie_word_embeddings,
             "max_position_embeddings": fields.max_position_embeddings, "hf": hf,
-            "eos_token_ids": _id_tuple(eos if eos_token_id is None else eos_token_id),
+            "eos_token_ids": tuple(eos) if isinstance(eos, list | tuple) else () if eos is None else (eos,),
             "scaling": head_dim ** -0.5, "windows": (None,) * layers, "rotates": (True,) * layers
         } | read_traits(fields))
         fields.refuse_unread()
@@ -205,12 +206,6 @@ def _head_dim(hf: Any) -> int:
     if hf.num_attention_heads < 1 or hf.hidden_size % hf.num_attention_heads:
         raise CheckpointError(f"hidden_size {hf.hidden_size} is no multiple of {hf.num_attention_heads} heads")
     return hf.hidden_size // hf.num_attention_heads
-
-
-def _id_tuple(ids: Any) -> tuple[int, ...]:
-    if ids is None:
-        return ()
-    return tuple(ids) if isinstance(ids, list | tuple) else (ids,)
 
 
 def _check_sizes(config: ModelConfig) -> None:

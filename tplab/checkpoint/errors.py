@@ -2,19 +2,16 @@
 
 from tplab.errors import TplabError
 
-_LONGEST, _TAIL = 800, 200  # characters
-
 
 class CheckpointError(TplabError):
     """A checkpoint that cannot be found, is not supported, or contradicts itself.
 
     Raised before any rank computes anything. The message names the folder, the file or tensor, and what would work.
-    It is always one line, and long quotations from a damaged file are cut.
+    It is always one line.
     """
 
     def __init__(self, message: str):
-        line = " ".join(message.split())
-        super().__init__(line if len(line) <= _LONGEST else f"{line[: _LONGEST - _TAIL]}…{line[-_TAIL:]}")
+        super().__init__(" ".join(message.split()))
 
 
 def words_of(error: BaseException) -> str:

@@ -64,7 +64,7 @@ def resolve(name: str | os.PathLike) -> Path:
     if re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", text, re.ASCII) and not os.path.lexists(text):
         return _from_hub(text)
     known = did_you_mean(text, (*EMBEDDED, "smollm2")) or f"; a model is {KNOWN}"
-    return _existing_folder(Path(os.path.expanduser(text)), f"there is no folder {text!r}{known}")
+    return _existing_folder(Path(os.path.expanduser(text)), f"there is no folder {quoted(text)}{known}")
 
 
 def _existing_folder(path: Path, if_missing: str) -> Path:

@@ -13,7 +13,7 @@ from tplab.engine.strict import StrictChecks
 
 
 class Engine:
-    """Runs sequences step by step on a :class:`tplab.llm.executor.Executor`, which has a model on ranks.
+    """Runs sequences step by step on an executor (tplab/llm/executor.py), which has a model on ranks.
 
     ``executor.execute_steps`` is needed only by callers that ask :meth:`step` for several steps.
     """

@@ -4,7 +4,6 @@ import itertools
 import os
 import weakref
 from contextlib import suppress
-from typing import Protocol
 
 from tplab import fast, invariant
 from tplab.engine.runner import ModelRunner, drop_runners, execute_model, execute_steps, load_runner
@@ -22,20 +21,9 @@ def load_for(make, key: str, forget: list[str], ckpt, plan, config) -> dict:
     return load_runner(key, forget, ckpt, plan, config, make=invariant.make_runner if config.batch_invariant else make)
 
 
-class Executor(Protocol):
-    """What an engine asks of its ranks."""
-
-    def load(self, *arguments) -> list[dict]:
-        """Make a :class:`tplab.engine.runner.ModelRunner` from ``arguments`` on every rank; the costs of each."""
-
-    def loaded(self) -> bool:
-        """Whether every rank has it."""
-
-    def execute_model(self, scheduler_output: SchedulerOutput) -> list[ModelRunnerOutput]:
-        """One step on every rank; the ranks' answers, in rank order."""
-
-    def close(self) -> None:
-        """Forget it on every rank."""
+# What an engine asks of its executor: ``load(*arguments)`` makes a ModelRunner from these on every rank and returns the
+# costs of each; ``loaded()`` says whether every rank has it; ``execute_model`` computes one step and returns the ranks'
+# answers, in rank order; ``close()`` forgets it on every rank.
 
 
 class PoolExecutor:

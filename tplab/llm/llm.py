@@ -5,12 +5,11 @@ import time
 from collections.abc import Iterator
 from collections.abc import Sequence as Many
 from contextlib import contextmanager, nullcontext
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
 
 import torch
 
-from tplab.checkpoint import Checkpoint, CheckpointError, open_checkpoint
+from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.checks import quoted, readable, whole_number
 from tplab.engine.config import EngineConfig
 from tplab.engine.core import Engine
@@ -93,7 +92,6 @@ class LLM:
         alone = strict or enforce_eager or logical or executor or self.patches or num_speculative_tokens
         self._num_steps = 1 if alone or why_not(self.checkpoint.config, self.dtype) else MOST_STEPS
         self._step_seconds = 0.0
-        self._tokenizer: Any = None
         self.closed = False
         with applied(*self.patches):
             self._load()
@@ -127,16 +125,10 @@ class LLM:
         """The scheduler, to be looked at and printed between steps."""
         return self.engine.scheduler
 
-    @property
+    @cached_property
     def tokenizer(self):
         """The checkpoint's tokenizer; None for a checkpoint that has none."""
-        if self._tokenizer is None:
-            try:
-                self._tokenizer = self.checkpoint.tokenizer()
-            except CheckpointError:
-                if (self.checkpoint.folder / "tokenizer.json").exists():
-                    raise
-        return self._tokenizer
+        return self.checkpoint.tokenizer() if (self.checkpoint.folder / "tokenizer.json").exists() else None
 
     # Whole generations.
 
