@@ -149,12 +149,3 @@ def test_without_a_home_folder_the_cache_is_a_temporary_one_which_is_said_once(t
                          env=env | {"HOME": "/no/such/home", "TMPDIR": str(tmp_path)})
     assert run.stdout == f"True {tmp_path}\n" and os.listdir(tmp_path) == []
     assert run.stderr.count("there is no home folder for a cache") == 1 == run.stderr.count("\n"), run.stderr
-
-
-def test_a_checkpoint_that_has_changed_has_another_state(tmp_path):
-    """What is made of a checkpoint is kept by this key."""
-    folder = make_checkpoint(tmp_path / "m", shards=2)
-    first = open_checkpoint(folder)
-    assert hash(first.state) == hash(open_checkpoint(folder).state) and first.state[0] == folder
-    (folder / "generation_config.json").write_text('{"eos_token_id": 3}')
-    assert open_checkpoint(folder).state != first.state

@@ -14,6 +14,7 @@ from types import ModuleType
 
 import torch.multiprocessing as mp
 
+from tplab.checkpoint.names import cache_dir
 from tplab.pool import worker
 from tplab.ranks.errors import RankError
 
@@ -65,6 +66,7 @@ def _process(spec: worker.Spec):
     context = mp.get_context("forkserver" if linux else "spawn")
     process = context.Process(target=worker.main, args=(spec,), name=f"tplab-rank-{spec.rank}", daemon=True)
     with _lock, _without_main():
+        cache_dir()  # where there is no home folder, the ranks use this process's temporary one
         _start_tracker()
         # A new process inherits what this thread blocks: Ctrl-C would end the fork server before it can ignore it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
