@@ -155,7 +155,7 @@ class RankPool:
         """Have all ranks alive, in one epoch, and with this process's module path and working folder."""
         if self._fresh or any(process.dead() for process in self._processes):
             self._join()
-        folder = _working_folder()
+        folder = os.getcwd()
         if self._set_up != (sys.path, folder):
             self._run(SETUP, transfer.dumps((None, (list(sys.path), folder), {}, ())), _JOIN_TIMEOUT)
             self._set_up = (list(sys.path), folder)
@@ -166,6 +166,8 @@ class RankPool:
             self._watch.stop()  # an interrupt may have cut the last attempt short
         self._epoch += 1
         self._fresh, self._set_up, self._watch = True, None, None
+        shutil.rmtree(self._folder, ignore_errors=True)  # the last epoch's rendezvous
+        os.makedirs(self._folder, 0o700, exist_ok=True)  # a rank whose start was cut short may still write there
         dead = [process for process in self._processes if process.dead()]
         for process in dead:
             self._control.clear_rank(process.rank, self._epoch)
@@ -243,10 +245,3 @@ def _refuse_inside_rank(what: str) -> None:
     if context.inside_rank():
         raise RankError(f"{what} was called inside rank {context.rank()}; a rank works with the other ranks by "
                         "collectives and starts no ranks of its own")
-
-
-def _working_folder() -> str | None:
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        return None  # it was removed; the ranks stay in theirs

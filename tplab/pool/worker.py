@@ -199,8 +199,7 @@ def _leave_gloo() -> None:
 def _set_up(path, folder):
     """Take over the notebook's module path and working folder."""
     sys.path[:] = path
-    if folder:
-        os.chdir(folder)
+    os.chdir(folder)
 
 
 @dataclass
