@@ -142,6 +142,15 @@ def test_the_series_has_its_notebooks():
     assert names[:4] == ["00_start_here", "01_mask_nan", "02_dim0_sharding", "03_rope_alignment"]
 
 
+def test_the_map_in_notebook_00_has_every_notebook_with_its_title_and_its_promise():
+    rows = []
+    for path in SERIES:
+        title, promise, *_ = filter(None, map(str.strip, load(path).cells[0].source.splitlines()))
+        promise = re.sub(r"[*_`]", "", re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", promise))  # without links and marks
+        rows.append(f"| {path.name[:2]} | [{title[2:]}]({path.name}) | {promise} |")
+    assert "\n".join(rows) in prose(load(FOLDER / "00_start_here.ipynb"))
+
+
 @each_notebook
 def test_file_is_a_valid_notebook_for_the_python3_kernel(path):
     notebook = load(path)

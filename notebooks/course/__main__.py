@@ -7,7 +7,7 @@ import argparse
 import sys
 
 from course.cost import command as bench_command
-from course.lab import batch, report, score_command
+from course.lab import batch, report, score
 from tplab.cli import MODEL
 from tplab.errors import TplabError
 
@@ -31,7 +31,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, module, about in (("run", batch, "Run notebooks with papermill and write an HTML report."),
                                 ("report", report, "Write the report over the executed notebooks in a folder."),
-                                ("score", score_command, "Break the engine with each fault: is it named? (minutes)"),
+                                ("score", score, "Break the engine with each fault: is it named? (minutes)"),
                                 ("bench", bench_command, "Measure beside Hugging Face and vLLM.")):
         made = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
         module.add_options(made, *([MODEL] if module is bench_command else []))

@@ -16,9 +16,6 @@ from course.lab import testing
 ROOT = Path(__file__).resolve().parents[2]
 # A cell of each kind that a person plays with, and the numbers of the processes behind it.
 CELLS = ["from course import lesson\nlesson.panel(['nan_mask', 'no_mask'], ticked=['nan_mask'])",
-         "from course import figures\nfrom tplab import LLM, show\n"
-         "with LLM('fable', 2, block_size=4, num_blocks=12) as llm:\n"
-         "    run = show.engine_steps(llm, [[1, 2, 3, 4, 5], [6, 7, 8]])\nfigures.block_stepper(run, step=2)",
          "from tplab.pool import shared_pool\npool = shared_pool(2)\nprint('ranks', *pool.pids)",
          "import time\nprint('now it waits')\npool.run(time.sleep, 600)"]
 

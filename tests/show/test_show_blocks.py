@@ -6,7 +6,6 @@ from collections import Counter
 import pytest
 from helpers.checkpoints import make_checkpoint
 
-from course import figures
 from tplab import LLM, SamplingParams, show
 from tplab.cache import slot_mapping
 from tplab.faults import fault
@@ -92,14 +91,3 @@ def test_slots_are_drawn_where_the_mapping_puts_them():
             if (node.text or "").isdigit() and float(node.get("y")) > 180}
     assert {slot for slot, ink in inks.items() if ink == "#222"} == set(map(str, slot_mapping(table, range(10), 4)))
     assert len(inks) == 24 and inks["0"] == "#8a8a8a"
-
-
-def test_the_stepper_redraws(run):
-    stepper = figures.block_stepper(run, 2)
-    assert "After step 2:" in stepper.picture.value and "step 2" in stepper.alt_text
-    stepper.step.value = 4
-    assert "After step 4:" in stepper.picture.value and "step 2" not in stepper.picture.value, "the words move too"
-    assert str(stepper) == f"Steps 1 to {len(run.moments)}; shown: step 4."
-    for steps, then in ((1, 5), (-2, 3), (-99, 1), (99, len(run.moments))):
-        stepper.go(steps)
-        assert stepper.step.value == then and f"After step {then}:" in stepper.picture.value

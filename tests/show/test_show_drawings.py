@@ -7,13 +7,11 @@ from base64 import b64decode
 import pytest
 from helpers.reports import plan
 
-from course import figures
 from tplab import show
 from tplab.errors import TplabError
 from tplab.ranks import logical_ranks, rank
 from tplab.shard import QKVParallelLinear, RowParallelLinear, ShardPlan, split_evenly
 from tplab.show.drawings.shards import ShardedWeight
-from tplab.show.drawings.svg import colour
 
 SVG = "{http://www.w3.org/2000/svg}"
 LAYOUTS = [(2, 14, 2), (2, 9, 3), (2, 8, 2), (4, 8, 2), (3, 14, 2), (1, 9, 3), (8, 64, 8)]
@@ -61,9 +59,10 @@ def test_a_drawn_weight_has_the_shapes_of_the_layers(tp, heads, kv_heads):
         o_proj = RowParallelLinear(heads * made.head_dim, made.hidden_size, parts=columns)
         return rank(), tuple(qkv.weight.shape), tuple(o_proj.weight.shape)
 
-    qkv, o_proj = ShardedWeight.of(made, "qkv_proj"), ShardedWeight.of(made, "o_proj")
+    q, k, v, o = (ShardedWeight.of(made, f"{name}_proj") for name in "qkvo")
     for number, qkv_shape, o_shape in logical_ranks(tp, shapes):
-        assert qkv.shape_on(number) == qkv_shape and o_proj.shape_on(number) == o_shape
+        rows = sum(part.shape_on(number)[0] for part in (q, k, v))
+        assert (rows, made.hidden_size) == qkv_shape and o.shape_on(number) == o_shape
 
 
 def test_two_ways_to_cut_a_weight_side_by_side():
@@ -79,32 +78,3 @@ def test_two_ways_to_cut_a_weight_side_by_side():
 def test_nothing_to_draw(draw):
     with pytest.raises(TplabError):
         draw({})
-
-
-def boxes(svg):
-    """``(x, y, width, height, fill, stroke, title)`` of every rectangle."""
-    drawn = [node for node in ET.fromstring(svg).iter(f"{SVG}rect") if node.get("x")]
-    return [(*(float(node.get(name)) for name in ("x", "y", "width", "height")), node.get("fill"), node.get("stroke"),
-             getattr(node.find(f"{SVG}title"), "text", "")) for node in drawn]
-
-
-@pytest.mark.parametrize("tokens, hidden, inner, tp", [(5, 32, 65, 2), (7, 128, 384, 4), (3, 65, 32, 1)])
-def test_column_and_row_are_cut_at_the_same_places_and_say_their_shapes(tokens, hidden, inner, tp):
-    drawing = figures.column_row_figure(tokens, hidden, inner, tp)
-    said, drawn = texts(drawing.svg), boxes(drawing.svg)
-    for number, part in enumerate(split_evenly(inner, tp)):
-        for shape in ([len(part), hidden], [hidden, len(part)], [tokens, len(part)]):
-            assert str(shape) in said
-        rows, columns = ([one for one in drawn if one[6] == f"{what} {part.start}–{part.stop - 1}"]
-                         for what in ("rows", "columns"))
-        assert rows[0][3] == pytest.approx(columns[0][2], abs=1e-2), "as high as the other one is wide"
-        assert rows[0][4] == columns[0][4] == colour(number)[0]
-        (up, down) = ([one for one in drawn if one[6] == f"{what} {shape}"][number]
-                      for what, shape in (("up", [inner, hidden]), ("down", [hidden, inner])))
-        assert rows[0][1] - up[1] == pytest.approx(up[3] * part.start / inner, abs=1e-2)
-        assert columns[0][0] - down[0] == pytest.approx(down[2] * part.start / inner, abs=1e-2)
-        assert f"rank {number} rows {part.start}–{part.stop - 1} of up" in drawing.alt_text.replace("\n", " ")
-    assert said.count(str([tokens, hidden])) >= 3 * tp and said.count("with the bias") == 1
-    assert "rank 2 rows 2–2 of up" in figures.column_row_figure(5, 8, 3, 3).alt_text
-    with pytest.raises(TplabError, match="4 ranks cannot share 3 inner features"):
-        figures.column_row_figure(5, 8, 3, 4)

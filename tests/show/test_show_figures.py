@@ -142,7 +142,7 @@ def test_figures_draw_without_a_warning_and_show_themselves_once_with_their_word
     InteractiveShell.instance()
     deep = show.diff_figure({"broken": make_report({"layers.5.attn": NAN}, layers=30), "fixed": make_report(layers=30)})
     for figure in (deep, show.points_figure({"a": make_report(NAN_FROM_START), "b": make_report()}),
-                   figures.mask_figure({"x": torch.zeros(3, 3)}, tokens=["a", "b", "c"])):
+                   figures.mask_figure({"x": torch.zeros(3, 3)}, ["a", "b", "c"])):
         with warnings.catch_warnings(), capture_output() as shown:
             warnings.simplefilter("error")
             display(figure)

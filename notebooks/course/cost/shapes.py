@@ -3,10 +3,6 @@
 from tplab.checkpoint import ModelConfig
 
 SHAPES = {
-    "qwen2.5-0.5b": dict(
-        model_type="qwen2", hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14,
-        num_key_value_heads=2, vocab_size=151936, tie_word_embeddings=True, rms_norm_eps=1e-6,
-        max_position_embeddings=32768, rope_parameters={"rope_type": "default", "rope_theta": 1000000.0}),
     "mistral-7b": dict(
         model_type="mistral", hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
         num_key_value_heads=8, head_dim=128, vocab_size=32768, tie_word_embeddings=False, sliding_window=None,

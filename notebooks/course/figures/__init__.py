@@ -7,11 +7,11 @@ from tplab import lazy
 
 _HOMES = {name: home for home, names in {
     ".bars": "bars_figure", ".code": "side_by_side", ".positions": "position_figure",
-    ".nb01": "mask_figure nan_map trace_nan", ".nb02": "column_row_figure",
-    ".nb04": "heads_figure tokens_per_step_figure", ".nb05": "timeline_figure token_grid_figure block_stepper",
-    ".nb08": "op_logs collective_cost_figure threads_figure format_bytes",
-    ".nb10": "roofline_figure", ".nb12": "experts_figure routes_figure",
-    ".nb13": "overlap_figure ring_figure regions_figure",
+    ".nb01": "mask_figure nan_map trace_nan",
+    ".nb04": "heads_figure", ".nb05": "timeline_figure token_grid_figure",
+    ".nb08": "op_logs collective_cost_figure",
+    ".nb10": "roofline_figure", ".nb12": "routes_figure",
+    ".nb13": "overlap_figure ring_rows",
     ".nb14": "texts_figure margins_figure orders_figure"}.items() for name in names.split()}
 __all__ = list(_HOMES)
 __getattr__ = lazy(__name__, _HOMES)

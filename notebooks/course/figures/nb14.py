@@ -7,11 +7,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from matplotlib.ticker import MaxNLocator, NullLocator
 
+from course.figures.texts import draw_texts
 from tplab.checks import counted
 from tplab.errors import TplabError
 from tplab.show.figures.style import INK, RED, Picture, looks, picture, styled
-
-_WIDE, _SIZE = 110, 10  # characters of a line, points of a character
 
 
 @styled
@@ -22,28 +21,11 @@ def texts_figure(texts: Mapping[str, Sequence[str]], title: str) -> Picture:
     """
     if not texts or not all(texts.values()):
         raise TplabError("texts_figure takes {label: the tokens of a text}")
-    first, places, y = next(iter(texts.values())), [], 0
+    first, drawn = next(iter(texts.values())), {}
     for label, tokens in texts.items():
         same = next((at for at, pair in enumerate(zip(first, tokens)) if pair[0] != pair[1]), len(tokens))
-        places.append((0, y, f"{label}:", INK, True))
-        x, y = 0, y + 1
-        for at, token in enumerate(tokens):
-            shown = token.replace("\n", "⏎")
-            if x + len(shown) > _WIDE:
-                x, y = 0, y + 1
-            places.append((x, y, shown, INK if at < same else RED, at == same))
-            x += len(shown)
-        y += 1.6
-    high = 0.5 + 0.2 * y
-    figure, ax = picture(_WIDE * 0.602 * _SIZE / 72, high)  # as wide as so many characters of this font
-    figure.set_layout_engine("none")
-    ax.set_position((0.01, 0, 0.99, (high - 0.4) / high))
-    for x, y_, text, ink, bold in places:
-        ax.text(x, y_, text, color=ink, family="DejaVu Sans Mono", fontsize=_SIZE, va="top",
-                fontweight="bold" if bold else "normal")
-    ax.set(xlim=(0, _WIDE), ylim=(y, -0.2))
-    ax.axis("off")
-    return figure.finished(title, (
+        drawn[label] = [(token, INK if at < same else RED) for at, token in enumerate(tokens)]
+    return draw_texts(drawn).finished(title, (
         f"a text for each of {', '.join(texts)}; what follows the first token that differs from "
         "the first text is in another colour. The texts are this machine's."))
 

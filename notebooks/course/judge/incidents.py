@@ -7,13 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from course.figures.nb08 import incidents_figure
 from course.judge.words import CELL, in_words
 from tplab.errors import TplabError
 from tplab.pool import RankPool
 from tplab.ranks import RankError, rank
 from tplab.ranks.errors import location, side_by_side
-from tplab.show.figures.style import Picture
 from tplab.show.phrases import in_width, say
 from tplab.show.tables import Table
 
@@ -97,10 +95,6 @@ class Incidents:
         now = _belongings(self.pool)
         frame = pd.DataFrame({"before": self._before, "now": now})
         return Table(frame, pd.DataFrame({"before": False, "now": frame["now"] > frame["before"]}))
-
-    def figure(self, title: str | None = None) -> Picture:
-        """Seconds until each failure was told, and its bound."""
-        return incidents_figure(self.happened, title)
 
 
 def _belongings(pool: RankPool) -> dict[str, int]:

@@ -1,7 +1,7 @@
-"""What ``launch`` runs: the batch and its report, the doctor, the series as a whole."""
+"""What ``launch`` runs: the batch and its report, the doctor; and the tables of the cheat sheet."""
 
 from tplab import lazy
 
-_HOMES = {"FOLDER": ".batch", "cheat_sheet": ".sheet", "environment": ".series", "map_of_series": ".series"}
+_HOMES = {"FOLDER": ".batch", "environment": ".doctor", "held_by_ranks": ".sheet", "suspects": ".sheet"}
 __all__ = list(_HOMES)
 __getattr__ = lazy(__name__, _HOMES)

@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 
 from tplab.errors import TplabError
+from tplab.show.tables import Table
 
 ROOT = Path(__file__).resolve().parents[3]
 PYTHON = shlex.quote(sys.executable)
@@ -155,6 +156,25 @@ def _sum_of_ranks():
     from tplab.ranks import all_reduce, rank
 
     return all_reduce(torch.tensor([rank() + 1.0])).item()
+
+
+def environment() -> Table:
+    """Whether the lab can run here: packages, the Jupyter kernel, the embedded model; each problem with its remedy.
+
+    On a machine that is ready the table says ``ok`` and nothing else, so that it reads the same everywhere;
+    ``./launch doctor`` tells the details.
+
+        >>> lab.environment()
+    """
+    import pandas as pd
+
+    rows = {}
+    for what, examine in (("packages", packages), ("Jupyter kernel", kernel),
+                          ("the model fable", models)):
+        wrong = [finding for finding in examine() if finding.remedy and finding.essential]
+        rows[what] = "ok" if not wrong else "; ".join(f"{finding.what} → {finding.remedy}" for finding in wrong)
+    frame = pd.DataFrame({"state": rows.values()}, index=list(rows))
+    return Table(frame, frame != "ok")
 
 
 def main():

@@ -4,14 +4,14 @@
     python -m course score smollm2 --tp 2 --dtype float32    one model
 """
 
+import argparse
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import active_children, get_context
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -19,10 +19,13 @@ import torch
 from course.cases import CASES, CaseFile
 from course.random_weights import fp8_tensors, write_random
 from tplab.checkpoint import Checkpoint, open_checkpoint
+from tplab.checks import quoted
 from tplab.errors import TplabError
 from tplab.faults.fault import Fault
 from tplab.faults.museum import MUSEUM, WING
 from tplab.faults.scenarios import plain_prompts, scenario
+from tplab.model.dtypes import parse_dtype
+from tplab.pool import available_cores
 
 # Head layouts that differ from fable's 8/2: uneven, 7 to a group, q and k norms, one KV head per query head; all RoPE
 # scalings that change something at these lengths, tied and untied heads, biases.
@@ -72,7 +75,6 @@ class Run:
     fault: str | None
     said: tuple[str, ...]  # the names, of each diagnosis the first; "?" for one without a name
     outcome: str
-    true: tuple[str, ...] = ()  # the right names
 
 
 @dataclass(frozen=True)
@@ -121,27 +123,14 @@ def score(models: Sequence[str | os.PathLike] = (), tensor_parallel_sizes: Seque
         jobs = [(name, model, size, dtype) for name, model in named.items() for size in tensor_parallel_sizes
                 if size <= open_checkpoint(model).config.num_heads for dtype in dtypes]
         runs = []
-        with _mapped(workers) as mapped:
-            for (name, _, size, dtype), found in zip(jobs, mapped(_runs, jobs)):
-                told(f"{name}, tp {size}, {dtype}: {len(found) - 1} faults")
-                runs += found
+        with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
+            try:
+                for (name, _, size, dtype), found in zip(jobs, pool.map(_runs, jobs)):
+                    told(f"{name}, tp {size}, {dtype}: {len(found) - 1} faults")
+                    runs += found
+            finally:
+                pool.shutdown(cancel_futures=True)  # after an interrupt, not all jobs are done before it ends
     return Score(tuple(runs))
-
-
-@contextmanager
-def _mapped(workers: int) -> Iterator[Callable]:
-    """``map``, over processes of one thread each if there are several."""
-    if workers == 1:
-        yield map
-        return
-    others = active_children()
-    with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
-        try:
-            yield pool.map
-        except BaseException:  # an interrupt: without this, all jobs would be done before it ends
-            for process in set(active_children()) - set(others):
-                process.terminate()
-            raise  # the executor waits for their end
 
 
 def _runs(job: tuple) -> list[Run]:
@@ -175,7 +164,7 @@ def _run(model: str, ckpt: Checkpoint, size: int, dtype: str, fault: Fault | Cas
     except TplabError as error:
         found = [diagnose(error)]
     said = tuple(one.fault or "?" for one in found)
-    return Run(model, size, dtype, fault and fault.name, said, _outcome(fault, found), tuple(sorted(_true(fault))))
+    return Run(model, size, dtype, fault and fault.name, said, _outcome(fault, found))
 
 
 def _taken(config) -> Callable[[int], list[int]]:
@@ -200,3 +189,27 @@ def _outcome(fault: Fault | CaseFile | None, found) -> str:
         return WRONG
     named = [one for one in found if true.intersection(one.names)]
     return UNNAMED if not named else EXACT if any(one.fault in true for one in named) else LOOKALIKE
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("models", nargs="*", metavar="MODEL", help="the models to break (those of the museum)")
+    parser.add_argument("--tp", default="2,3", metavar="N,N", help="numbers of ranks (2,3)")
+    parser.add_argument("--dtype", default="float32,bfloat16", metavar="D,D", help="dtypes (float32,bfloat16)")
+
+
+def main(chosen: argparse.Namespace) -> int:
+    """Run it; exit code 1 if a fault was named wrongly, not named or not seen, or a healthy engine blamed."""
+    sizes = _listed(chosen.tp)
+    if not sizes or not all(size.isdecimal() and int(size) for size in sizes):
+        raise TplabError(f"--tp takes numbers of ranks from 1 up, such as 2,3, not {quoted(chosen.tp)}")
+    dtypes = _listed(chosen.dtype)
+    for dtype in dtypes:
+        parse_dtype(dtype)
+    result = score(chosen.models, [int(size) for size in sizes], dtypes, available_cores(),
+                   lambda line: print(line, flush=True))
+    print(result)
+    return 0 if result.ok else 1
+
+
+def _listed(text: str) -> list[str]:
+    return list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))

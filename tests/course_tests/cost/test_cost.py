@@ -57,7 +57,7 @@ def test_the_counts_of_a_small_shape_by_hand():
     assert kv_bytes(config, ShardPlan.from_config(config, 2).ranks[1], 3, BF16) == 3 * 2 * 2 * 1 * 4 * 2, "one of two"
 
 
-@pytest.mark.parametrize("name", ["fable", "qwen2.5-0.5b", "llama 9/3", "qwen3 8/4"])
+@pytest.mark.parametrize("name", ["fable", "mistral-7b", "llama 9/3", "qwen3 8/4"])
 def test_the_bytes_of_the_weights_are_those_that_a_rank_holds(name, monkeypatch):
     """Counted by the model itself: what its parameters occupy. With biases everywhere, and with norms of q and k."""
     from tplab.model.decoder import TensorParallelCausalLM

@@ -1,10 +1,9 @@
-"""What an exercise needs: checks, caught errors, code side by side, the map, the environment."""
+"""What an exercise needs: checks, caught errors, code side by side, the environment."""
 
-import nbformat
 import pytest
 
 from course import figures, lab, lesson
-from course.lab import batch, doctor
+from course.lab import doctor
 
 
 def test_a_shown_error_is_printed_and_the_notebook_goes_on(capsys):
@@ -45,17 +44,6 @@ def test_the_environment_is_ok_or_names_the_remedy(monkeypatch):
     assert table.frame.loc["packages", "state"] == "ok"
     assert table.frame.loc["the model fable", "state"] == "model fable: gone → git checkout"
     assert "✗ model fable" in str(table) and "smollm2" not in str(table)
-
-
-def test_the_map_is_read_from_the_notebooks(monkeypatch, tmp_path):
-    for name, head in (("01_mask.ipynb", "# Zero times <inf>\n\nWhere *NaN* comes from.\n\nmore"),
-                       ("00_start.ipynb", "# Start\nHello."), ("glossary.ipynb", "# Words\nOf no number.")):
-        book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell(head)])
-        nbformat.write(book, tmp_path / name)
-    monkeypatch.setattr(batch, "FOLDER", tmp_path)
-    shown = lab.map_of_series()
-    assert str(shown) == "00  Start\n    Hello.\n01  Zero times <inf>\n    Where NaN comes from."
-    assert '<a href="01_mask.ipynb">Zero times &lt;inf&gt;</a>' in shown._repr_mimebundle_()["text/html"]
 
 
 @pytest.mark.parametrize("answer, says", [("lambda positions, keys: None",

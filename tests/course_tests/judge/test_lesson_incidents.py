@@ -5,6 +5,7 @@ import os
 import pytest
 
 from course import lesson
+from course.judge.incidents import Incident
 from tplab.errors import TplabError
 from tplab.pool import RankPool
 from tplab.ranks import OpRecord, RankError, errors, rank
@@ -27,9 +28,7 @@ def test_an_incident_is_told_and_timed(pool, capsys):
     assert capsys.readouterr().out.startswith("RankError: rank 1 raised ZeroDivisionError: division by zero\n")
     assert 0 < incidents.happened["a rank raises"].seconds < 60
     assert incidents.errors["a rank raises"].first.rank == 1
-    assert incidents.figure().alt_text == (
-        "Figure: seconds until each failure was reported, and its bound: a rank raises (60 s); each one came within "
-        "its bound.")
+    assert incidents.happened["a rank raises"].in_time
 
 
 def test_ranks_that_an_incident_has_ended_are_back_before_the_next_one_is_timed(pool, monkeypatch):
@@ -53,6 +52,10 @@ def test_what_does_not_fail_is_no_incident(pool, monkeypatch):
     with pytest.raises(TplabError, match=r"what came was ZeroDivisionError\('division by zero'\)"):
         incidents.provoke("nothing", raises, within=1)
     assert not incidents.happened
+
+
+def test_a_report_that_comes_too_late_is_not_in_time():
+    assert [Incident(RankError("x"), seconds, 1.0).in_time for seconds in (0.5, 1.0, 1.5)] == [True, True, False]
 
 
 def test_what_is_left_behind_is_counted_and_marked(pool):

@@ -10,10 +10,8 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
-from threading import Event
 
 import pytest
 from helpers.launching import ROOT, load_launch
@@ -102,24 +100,6 @@ def test_second_start_installs_nothing_and_a_changed_project_installs_again(proj
         file.write("# one more dependency\n")
     fresh.ready_environment()
     assert len(installs) == 2
-
-
-def test_of_two_that_install_at_once_the_second_waits_and_installs_nothing(fresh, capsys):
-    installs, first_is_at_it, go_on = [], Event(), Event()
-
-    def install(python):
-        installs.append(python)
-        first_is_at_it.set()
-        assert go_on.wait(60)
-
-    say, fresh.install = fresh.say, install
-    with ThreadPoolExecutor(2) as two:
-        first = two.submit(fresh.ready_environment)
-        assert first_is_at_it.wait(60)
-        fresh.say = lambda text: (say(text), text.startswith("Waiting") and go_on.set())
-        second = two.submit(fresh.ready_environment)
-        assert first.result(60) == second.result(60)
-    assert len(installs) == 1 and "Waiting for any other launch" in capsys.readouterr().out
 
 
 def test_failed_install_is_tried_again(fresh, monkeypatch):

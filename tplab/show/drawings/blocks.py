@@ -9,7 +9,6 @@ from tplab.show.steps import EngineSteps, Moment
 
 CELL, HIGH, GAP, LEFT = 36.0, 18.0, 10.0, 8.0
 EMPTY, SHARED, FREE_INK, MARK = "#ffffff", "#e6e6e6", "#8a8a8a", "#D55E00"
-FEW = 64  # blocks that are all drawn
 
 
 def tint(number: int, white: float = 0.72) -> str:
@@ -93,24 +92,11 @@ def moment_drawing(run: EngineSteps, moment: Moment) -> Svg:
         for i, block in enumerate(table):
             body += cell(196 + 27 * i, y - 9, 27, 18, tint(number), str(block), size=10.5)
         y += 23
-    rows = -(-_worth_drawing(run) // across)
-    drawn = min(rows * across, run.num_blocks)
-    for block in range(drawn):
+    for block in range(run.num_blocks):
         x, at = LEFT + block % across * wide, y + block // across * (HIGH + 26)
         body += _block(x, at, block, moment, size)
-    y += rows * (HIGH + 26) + 4
-    if drawn < run.num_blocks:
-        body += write(LEFT, y + 8, f"and {run.num_blocks - drawn} blocks more, which no step uses", size=11.5)
-        y += 22
-    return Svg(max(min(across, drawn) * wide + LEFT, 640), y, body)
-
-
-def _worth_drawing(run: EngineSteps) -> int:
-    """All blocks if they are few, else as many as some step has written into: a pool may have hundreds."""
-    if run.num_blocks <= FEW:
-        return run.num_blocks
-    return 1 + max((block for moment in run.moments for block, texts in enumerate(moment.contents) if any(texts)),
-                   default=0)
+    y += -(-run.num_blocks // across) * (HIGH + 26) + 4
+    return Svg(max(min(across, run.num_blocks) * wide + LEFT, 640), y, body)
 
 
 def _block(x: float, y: float, block: int, moment: Moment, size: int) -> str:

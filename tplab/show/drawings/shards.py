@@ -94,26 +94,24 @@ class ShardedWeight:
     shape: tuple[int, int]  # (out_features, in_features)
     dim: int  # 0 when rows are dealt out, 1 when columns are
     parts: Sequence[Sequence[range]]  # of each rank, its rows (or columns); ranks may share some
-    blocks: dict[str, int] | None = None  # {"q": rows, "k": rows, …} of a fused weight, from the top
 
     @classmethod
     def of(cls, plan: ShardPlan, name: str) -> "ShardedWeight":
-        """The named weight of a layer as the plan deals it out: ``q_proj``, ``k_proj``, ``v_proj``, ``qkv_proj``,
-        ``o_proj``, ``gate_proj``, ``up_proj``, ``down_proj``, ``embed_tokens`` or ``lm_head``."""
-        def rows(dimension: str, start: int = 0) -> list[list[range]]:
+        """The named weight of a layer as the plan deals it out: ``q_proj``, ``k_proj``, ``v_proj``, ``o_proj``,
+        ``gate_proj``, ``up_proj``, ``down_proj``, ``embed_tokens`` or ``lm_head``."""
+        def rows(dimension: str) -> list[list[range]]:
             unit = plan.head_dim if dimension in ("q_heads", "kv_heads") else 1
             parts = [getattr(shard, dimension) for shard in plan.ranks]
-            return [[range(start + part.start * unit, start + part.stop * unit)] for part in parts]
+            return [[range(part.start * unit, part.stop * unit)] for part in parts]
 
         q, kv, hidden = plan.num_heads * plan.head_dim, plan.num_kv_heads * plan.head_dim, plan.hidden_size
         mlp, vocab = plan.intermediate_size, plan.vocab_size
-        fused = [a + b + c for a, b, c in zip(rows("q_heads"), rows("kv_heads", q), rows("kv_heads", q + kv))]
         weights = {"q_proj": ((q, hidden), 0, rows("q_heads")), "k_proj": ((kv, hidden), 0, rows("kv_heads")),
-                   "v_proj": ((kv, hidden), 0, rows("kv_heads")), "qkv_proj": ((q + 2 * kv, hidden), 0, fused),
-                   "o_proj": ((hidden, q), 1, rows("q_heads")), "gate_proj": ((mlp, hidden), 0, rows("mlp")),
-                   "up_proj": ((mlp, hidden), 0, rows("mlp")), "down_proj": ((hidden, mlp), 1, rows("mlp")),
+                   "v_proj": ((kv, hidden), 0, rows("kv_heads")), "o_proj": ((hidden, q), 1, rows("q_heads")),
+                   "gate_proj": ((mlp, hidden), 0, rows("mlp")), "up_proj": ((mlp, hidden), 0, rows("mlp")),
+                   "down_proj": ((hidden, mlp), 1, rows("mlp")),
                    "embed_tokens": ((vocab, hidden), 0, rows("vocab")), "lm_head": ((vocab, hidden), 0, rows("vocab"))}
-        return cls(name, *weights[name], {"q": q, "k": kv, "v": kv} if name == "qkv_proj" else None)
+        return cls(name, *weights[name])
 
     def shape_on(self, rank: int) -> tuple[int, int]:
         """The shape of what this rank holds."""
@@ -122,15 +120,11 @@ class ShardedWeight:
 
     def strips(self) -> list[tuple[range, tuple[int, ...]]]:
         """``(rows or columns, ranks that hold them)``, cut where the holders change, from the top (or left)."""
-        cuts = {0, self.shape[self.dim], *self._block_ends()}
+        cuts = {0, self.shape[self.dim]}
         cuts.update(edge for part in self.parts for held in part for edge in (held.start, held.stop))
         edges = sorted(cut for cut in cuts if 0 <= cut <= self.shape[self.dim])
         return [(range(a, b), tuple(r for r, part in enumerate(self.parts) if any(a in held for held in part)))
                 for a, b in zip(edges, edges[1:])]
-
-    def _block_ends(self) -> list[int]:
-        sizes = list((self.blocks or {}).values())
-        return [sum(sizes[:i + 1]) for i in range(len(sizes))]
 
     def __str__(self) -> str:
         what = ("rows", "columns")[self.dim]
@@ -145,7 +139,7 @@ class ShardedWeight:
         """The weight as a rectangle, height ``out_features`` and width ``in_features``, to scale within limits."""
         scale = 190 / max(self.shape)
         high, wide = (max(70.0, size * scale) for size in self.shape)
-        left, top = 60.0 + 18 * bool(self.blocks), 76.0
+        left, top = 60.0, 76.0
         body = write(8, 16, title or self.name, size=13.5, bold=True)
         body += write(8, 36, f"[out, in] = [{self.shape[0]}, {self.shape[1]}], cut along dim {self.dim}", size=11.5)
         body += write(left + wide / 2, top - 11, f"in_features {self.shape[1]}", size=10.5, anchor="middle")
@@ -153,11 +147,6 @@ class ShardedWeight:
         unit = (high, wide)[self.dim] / self.shape[self.dim]
         for rows, ranks in self.strips():
             body += self._strip(rows, ranks, left, top, high, wide, unit)
-        for (name, size), end in zip((self.blocks or {}).items(), self._block_ends()):
-            body += write(left - 12, top + (end - size / 2) * unit, name, size=12, anchor="end", bold=True)
-            if end < self.shape[0]:
-                body += (f'<path d="M{left - 22:g} {top + end * unit:g}H{left + wide + 6:g}" stroke="{INK}" '
-                         'stroke-dasharray="3 2"/>')
         below = top + high + 18
         for rank in range(len(self.parts)):
             rows, columns = self.shape_on(rank)
