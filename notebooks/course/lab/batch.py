@@ -152,16 +152,6 @@ def _first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def table(outcomes: list[Outcome]) -> str:
-    """The closing table as text: notebook, result, seconds, and why a notebook failed."""
-    width = max(len(name) for name in ("notebook", *(outcome.name for outcome in outcomes)))
-    lines = [f"{'notebook':{width}}  result  seconds"]
-    for outcome in outcomes:
-        result = "FAILED" if outcome.failure else "passed"
-        lines.append(f"{outcome.name:{width}}  {result}  {outcome.seconds:7.1f}  {outcome.failure or ''}".rstrip())
-    return "\n".join(lines)
-
-
 def run(names: list[str], parameters: list[tuple[str, str]], out: str | None) -> tuple[list[Outcome], Path]:
     """Run a batch; returns its outcomes and the path of the report's index.
 
@@ -206,9 +196,9 @@ def add_options(parser) -> None:
 
 
 def main(chosen) -> int:
-    """Run the batch and print its table; returns the exit code."""
+    """Run the batch; returns the exit code."""
     outcomes, index = run(chosen.notebooks, chosen.parameters, chosen.out)
-    print(f"\n{table(outcomes)}\n\nreport: {index}")
+    print(f"report: {index}")
     if outcomes[-1].failure == STOPPED:
         return 130
     return 1 if any(outcome.failure for outcome in outcomes) else 0
