@@ -1,7 +1,6 @@
 """The engine of notebook 09, and its cures as they stand in that notebook: ``{dotted name in patient_zero: cure}``."""
 
 import ast
-import json  # noqa: F401, a cure's
 import re
 import sys
 from types import SimpleNamespace
