@@ -8,7 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, contextmanager
 from multiprocessing import resource_tracker, util
 from types import ModuleType
 
@@ -26,46 +27,30 @@ def start(spec: worker.Spec):
     """Start one rank; returns its process object. The files of `spec` are closed here when they have been sent.
 
     This happens on a thread of its own, where no interrupt can cut it short: half a request would end the fork server.
-    A process that is not wanted any more is ended, whether it had started before the interrupt or not.
     """
-    outcome, done, unwanted = [], threading.Event(), threading.Event()
-
-    def run():
-        try:
-            outcome.append(_process(spec))
-        except Exception as error:  # raised below, in the thread that asked for this
-            outcome.append(error)
-        finally:
-            spec.close()
-            done.set()
-        if unwanted.is_set():
-            _end(outcome)
-
+    thread = ThreadPoolExecutor(1, thread_name_prefix=f"start of rank {spec.rank}")
+    started = thread.submit(_process, spec)
+    thread.shutdown(wait=False)
     try:
-        threading.Thread(target=run, name=f"start of rank {spec.rank}", daemon=True).start()
-        done.wait()  # join would take an interrupted thread for an ended one
-    except BaseException:
-        # Each side sets its own flag before it reads the other's, so at least one of them ends the process.
-        unwanted.set()
-        if done.is_set():
-            _end(outcome)
+        return started.result()
+    except Exception as error:
+        raise RankError(f"rank {spec.rank} could not be started: {error}") from error
+    except BaseException:  # an interrupt: the process is ended when it has started
+        started.add_done_callback(_end)
         raise
-    if isinstance(outcome[0], Exception):
-        raise RankError(f"rank {spec.rank} could not be started: {outcome[0]}") from outcome[0]
-    return outcome[0]
 
 
-def _end(outcome: list) -> None:
-    if not isinstance(outcome[0], Exception):
-        outcome[0].kill()
-        outcome[0].join()
+def _end(started: Future) -> None:
+    if started.exception() is None:
+        started.result().kill()
+        started.result().join()
 
 
 def _process(spec: worker.Spec):
     linux = sys.platform.startswith("linux")
     context = mp.get_context("forkserver" if linux else "spawn")
     process = context.Process(target=worker.main, args=(spec,), name=f"tplab-rank-{spec.rank}", daemon=True)
-    with _lock, _without_main():
+    with closing(spec), _lock, _without_main():
         cache_dir()  # where there is no home folder, the ranks use this process's temporary one
         _start_tracker()
         # A new process inherits what this thread blocks: Ctrl-C would end the fork server before it can ignore it.
