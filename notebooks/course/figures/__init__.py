@@ -10,8 +10,8 @@ _HOMES = {name: home for home, names in {
     ".nb01": "mask_figure nan_map trace_nan",
     ".nb04": "heads_figure", ".nb05": "timeline_figure token_grid_figure",
     ".nb08": "op_logs collective_cost_figure",
-    ".nb10": "roofline_figure", ".nb12": "routes_figure",
-    ".nb13": "overlap_figure ring_rows",
+    ".nb10": "roofline_figure", ".nb12": "experts_figure routes_figure",
+    ".nb13": "overlap_figure ring_figure regions_figure",
     ".nb14": "texts_figure margins_figure orders_figure"}.items() for name in names.split()}
 __all__ = list(_HOMES)
 __getattr__ = lazy(__name__, _HOMES)

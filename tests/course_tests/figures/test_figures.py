@@ -1,6 +1,7 @@
 """The notebooks' figures: each draws, has its title, its words and its axes; what cannot be drawn is refused."""
 
 import math
+import xml.etree.ElementTree as ET
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from matplotlib.colors import to_hex
 
 from course import figures, lesson
 from course.figures.nb05 import slices
-from tplab import LLM, SamplingParams, show
+from tplab import LLM, SamplingParams, ShardPlan, show
 from tplab.align import align_decode
 from tplab.align.report import Evidence
 from tplab.errors import TplabError
@@ -19,6 +20,7 @@ from tplab.faults import fault
 from tplab.ranks import CollectiveMismatch, RankError
 from tplab.ranks.errors import Cause
 from tplab.ranks.oplog import OpRecord
+from tplab.show.drawings.svg import colour
 
 NAN, SVG = math.nan, "{http://www.w3.org/2000/svg}"
 SCORES, FUTURE = torch.arange(16.0).reshape(4, 4), torch.ones(4, 4).triu(1)
@@ -109,7 +111,7 @@ def test_a_figure_draws_and_has_its_title_and_its_words(name):
     lambda: figures.op_logs(ValueError("none")), lambda: figures.bars_figure({"r": {}}, "s", "t", "d"),
     lambda: figures.collective_cost_figure({"a": {4: [1.0]}}, {}, "t"),
     lambda: figures.roofline_figure({"a": (0.0, 1.0)}, {"r": (1.0, 1.0)}), lambda: figures.texts_figure({"a": []}, ""),
-    lambda: figures.routes_figure({"layer 0": ROUTE}, [" the"], 4, ""),
+    lambda: figures.routes_figure({"layer 0": ROUTE}, [" the"], 4, ""), lambda: figures.experts_figure({}),
     lambda: figures.token_grid_figure(make_report(), None)])
 def test_what_cannot_be_drawn_is_refused(draw):
     with pytest.raises(TplabError):
@@ -240,6 +242,18 @@ def test_the_grid_of_tokens_says_where_a_run_is_wrong_and_what_was_found_in_the_
         "position 6 ('a').")
     assert words([list(range(13)), [*range(8), 40, 41, 42, 43]], new_tokens=3, one_by_one=True) == (
         "Figure: the tokens at norm. prompt 0: all right; prompt 1: all right, 8 tokens found in the cache.")
+
+
+def test_every_part_of_an_expert_is_drawn_once_in_its_ranks_colour():
+    sizes = dict(num_heads=8, num_kv_heads=8, head_dim=4, hidden_size=32, intermediate_size=0, vocab_size=40,
+                 num_experts=8, expert_intermediate_size=10)
+    drawing = figures.experts_figure({f"{whole}": ShardPlan.make(
+        tensor_parallel_size=3, enable_expert_parallel=whole, **sizes) for whole in (False, True)})
+    drawn = [(node.find(f"{SVG}title").text, node.get("fill")) for node in ET.fromstring(drawing.svg).iter(f"{SVG}rect")
+             if len(node)]
+    assert {pair: drawn.count(pair) for pair in drawn} == {
+        (f"rank {rank}", colour(rank)[0]): 8 + whole for rank, whole in enumerate((3, 3, 2))}
+    assert drawing.alt_text.endswith("True: rank 0 3 experts (0–2); rank 1 3 experts (3–5); rank 2 2 experts (6–7).")
 
 
 # ---- code ------------------------------------------------------------------------------------------------------------

@@ -17,9 +17,7 @@ def test_after_half_of_the_messages_each_rank_has_the_sum_of_its_rows_and_after_
             assert changed == [1] * ranks
 
 
-def test_a_ring_as_a_table_and_what_the_picture_says():
-    rows = figures.ring_rows(2)
-    assert [row["after"] for row in rows] == ["the start", "reduce-scatter 1", "all-gather 1"]
-    assert [(row["rank 0"], row["rank 1"]) for row in rows] == [
-        ("0 | 0", "1 | 1"), ("0+1 | 0", "1 | 0+1"), ("0+1 | 0+1", "0+1 | 0+1")]
+def test_the_pictures_say_what_they_draw():
     assert "latency 1 ms, 2 parts: 7.0 ms" in figures.overlap_figure(4, 4, (0.1, 1), (1, 2), 2, "t").alt_text
+    assert "After 3 messages rank r holds the whole sum" in figures.ring_figure(4, "t").alt_text
+    assert "(3, 4 of 7)" in figures.regions_figure([3, 4], "t").alt_text
