@@ -101,11 +101,6 @@ def model_dealt_so(setting, answer):
         setting.align()
 
 
-def models_layout(setting):
-    config = setting.checkpoint.config
-    return [Example(config.num_heads, config.num_kv_heads, setting.tensor_parallel_size)]
-
-
 def my_linears(x, up, down, bias):
     first, end = (r * len(up) // world_size() for r in (rank(), rank() + 1))
     summand = x @ up[first:end].T @ down[:, first:end].T
@@ -166,7 +161,6 @@ EXERCISES = [
             f"{_READ} -> range(rank * max(1, num_kv_heads // tensor_parallel_size), "
             "(rank + 1) * max(1, num_kv_heads // tensor_parallel_size))"),
         "KV heads go to the ranks in turn: neighbouring query heads share one": f"{_READ} -> [rank % num_kv_heads]",
-        "a KV head too many where the next rank begins with another one": "(end - 1) -> end",
         "query heads are dealt out like cards; a rank keeps one slice of the weight, so its heads follow each other":
             f"({_Q}, {_READ}) -> (range(rank, num_heads, tensor_parallel_size), range(num_kv_heads))",
         "what is left over is all on the last rank: can it be dealt out more evenly?":
@@ -175,7 +169,7 @@ EXERCISES = [
         "every rank gets the first heads: they are counted in the whole model":
             "range(first, end) -> range(end - first)",
     }, "every head has its owner, and dealt out like this, the model agrees with Hugging Face on {ranks}", dealt_evenly,
-             dealt_so, model_dealt_so, more=models_layout, place="says who owns which heads", alone=ALONE),
+             dealt_so, model_dealt_so, place="says who owns which heads", alone=ALONE),
     Exercise("02", my_linears, linears, {
         "each rank returns its own summand: where are they added up, and is the result of that used?": (
             "all_reduce(summand) + bias -> summand + bias",

@@ -4,12 +4,11 @@ import torch
 
 from course.contiguous_cache import ContiguousKVCache
 from course.judge.exercise import Example, Exercise, at
-from course.judge.words import NotYet, in_words
+from course.judge.words import NotYet
 from course.judge.work import numbers, pair
+from tplab.checks import counted
 from tplab.model import NoCache, load_model
 from tplab.model.attention import causal_mask
-from tplab.pool import shared_pool
-from tplab.ranks import RankError
 from tplab.shard import ShardPlan
 
 
@@ -58,15 +57,11 @@ def used(cls, layers, kv_heads, dim, steps, dtype):
 
 def engine_on_it(setting, answer):
     ckpt, ids, size = setting.checkpoint, setting.ids(12), setting.tensor_parallel_size
-    try:
-        ran = shared_pool(size).run(generate_with, ckpt, ShardPlan.from_config(ckpt.config, size), answer, ids)
-    except RankError as error:
-        raise NotYet(f"in an engine, {in_words(error)}") from error
+    ran = setting.on_ranks(generate_with, ckpt, ShardPlan.from_config(ckpt.config, size), answer, ids)
     for rank, (gap, holds, needed) in enumerate(ran):
         if not gap < 1e-4 or holds != needed:
             raise NotYet(f"in an engine, in steps, the last layer's output is {gap:.1g} off what one pass computes, "
                          f"and rank {rank} holds {holds:,} bytes for {len(ids)} tokens, where {needed:,} are needed")
-    return f"{len(ids)} tokens take " + ", ".join(f"{holds:,} bytes on rank {r}" for r, (_, holds, _) in enumerate(ran))
 
 
 def generate_with(ckpt, plan: ShardPlan, cache_class, ids: list[int]) -> tuple[float, int, int]:
@@ -101,9 +96,8 @@ def attentions():
         q, k, v = (numbers(batch, heads, rows, dim, seed=heads + rows, dtype=dtype) for heads, rows in (
             (kv_heads * group, queries), (kv_heads, keys), (kv_heads, keys)))
         yield Example(q, k, v + 1, causal_mask(torch.tensor(starts)[:, None] + torch.arange(queries), keys), scaling,
-                      says=f"{kv_heads} KV head{'s' * (kv_heads > 1)}, {group} query heads each, {queries} "
-                           f"quer{'ies' if queries > 1 else 'y'}, {keys} keys, scaling {scaling}"
-                           f"{' in bfloat16' * (dtype == torch.bfloat16)}")
+                      says=f"{counted(kv_heads, 'KV head')}, {group} query heads each, {queries} × {keys} queries and "
+                           f"keys, scaling {scaling}{' in bfloat16' * (dtype == torch.bfloat16)}")
 
 
 def my_mask(positions, keys):

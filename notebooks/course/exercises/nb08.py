@@ -7,21 +7,17 @@ import torch
 
 from course.judge.exercise import Example, Exercise
 from course.judge.verdict import ranks_in_words
-from course.judge.words import NotYet, in_words
+from course.judge.words import NotYet
 from course.judge.work import whole_numbers
 from tplab.checkpoint import CheckpointError
 from tplab.checks import counted
-from tplab.pool import shared_pool
-from tplab.ranks import RankError, all_gather, all_reduce, barrier, rank, world_size
+from tplab.ranks import all_gather, all_reduce, barrier, rank, world_size
 from tplab.ranks.context import current
 
 
 def on_real_ranks(setting, call, *args) -> list:
-    """What ``call(*args)`` gives on each rank of a pool."""
-    try:
-        return shared_pool(max(2, setting.tensor_parallel_size)).run(call, *args, timeout=20)
-    except RankError as error:
-        raise NotYet(f"on real ranks: {in_words(error)}") from error
+    """What ``call(*args)`` gives on each of at least two ranks of a pool."""
+    return setting.on_ranks(call, *args, size=max(2, setting.tensor_parallel_size), timeout=20)
 
 
 def my_agree(work):

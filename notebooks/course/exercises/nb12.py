@@ -32,16 +32,15 @@ def layers():
             (1, 12, 9, 7, 2, 3, True, ""), (4, 12, 6, 2, 1, 3, True, ""), (6, 8, 8, 4, 2, 2, True, "in bfloat16")):
         x, logits, gate_up, down = (numbers(*shape, seed=tokens + n) for n, shape in enumerate((
             (tokens, hidden), (tokens, experts), (experts, 2 * columns, hidden), (experts, hidden, columns))))
-        logits[:, {"no token for expert 4": [4], "all tokens to experts 0 to 2": [3, 4, 5, 6, 7]}.get(how,
-            [])] = -torch.inf
+        logits[:, {"no token for expert 4": [4], "all tokens to experts 0 to 2": range(3, 8)}.get(how, [])] = -torch.inf
         weights, ids = logits.softmax(-1).topk(top_k)  # not renormalised: they add up to less than 1
         held = split_evenly(experts, size) if whole else [range(experts)] * size
         cut = [range(columns)] * size if whole else split_evenly(columns, size)
         x, weights, gate_up, down = (one.bfloat16() if "bf" in how else one for one in (x, weights, gate_up, down))
-        yield Example(x, weights, ids, held, cut, gate_up, down, ranks=size, says=f"{tokens} tokens with top_k "
-            f"{top_k}, "
-                      f"{how}{', ' * bool(how)}ranks that hold {', '.join(map(str, map(len, held if whole else cut)))} "
-                      + ("experts" if whole else f"columns of each of {experts} experts"))
+        counts = ", ".join(map(str, map(len, held if whole else cut)))
+        yield Example(x, weights, ids, held, cut, gate_up, down, ranks=size, says=(
+            f"{tokens} tokens with top_k {top_k}, {how}{', ' * bool(how)}ranks that hold {counts} "
+            + ("experts" if whole else f"columns of each of {experts} experts")))
 
 
 def on_a_rank(answer, x, weights, ids, held, cut, gate_up, down):
@@ -90,8 +89,6 @@ EXERCISES = [
         "ids are those of the model, and yours are taken for a rank's own: which expert is the first one here?":
             "ids == expert -> ids == local",
         "no weight is in it: each expert's output is multiplied by its weight": " * weights[rows, place, None] -> ",
-        "a token's weights are divided by their sum: they are as the router wants them":
-            "summand = -> weights = weights / weights.sum(-1, keepdim=True); summand =",
         "gate and up are exchanged: which half of gate_up goes through silu?": "gate, up = -> up, gate =",
         "gate and up are both put through silu; only gate is": "F.silu(gate) * up -> F.silu(gate) * F.silu(up)",
         "where a token has two experts on a rank, the second overwrites the first: add them up":

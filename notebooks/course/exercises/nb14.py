@@ -7,13 +7,12 @@ import torch
 from course.judge.answers import greedy
 from course.judge.exercise import Example, Exercise
 from course.judge.near_ties import read_again
-from course.judge.words import NotYet, in_words
+from course.judge.words import NotYet
 from course.judge.work import numbers
 from tplab.align import hf_greedy
 from tplab.checkpoint.layout import read_part, tensor_parts
 from tplab.faults import fault
-from tplab.pool import shared_pool
-from tplab.ranks import RankError, all_gather, all_reduce, rank  # noqa: F401  (an edit of a reference needs it)
+from tplab.ranks import all_gather, all_reduce, rank  # noqa: F401  (an edit of a reference needs it)
 from tplab.shard import split_evenly
 
 
@@ -125,11 +124,8 @@ def in_a_product(setting, answer):
         weight = read_part(parts["model.layers.0.mlp.down_proj.weight"], reader).float()
     x = numbers(5, weight.shape[1])
     leaves = torch.stack([a @ b.T for a, b in zip(x.tensor_split(8, 1), weight.tensor_split(8, 1))])
-    try:
-        alone, several = (shared_pool(size).run(sum_on_rank, answer, leaves, size)[0]
-                          for size in (1, max(2, setting.tensor_parallel_size)))
-    except RankError as error:
-        raise NotYet(f"on real ranks: {in_words(error)}") from error
+    alone, several = (setting.on_ranks(sum_on_rank, answer, leaves, size, size=size)[0]
+                      for size in (1, max(2, setting.tensor_parallel_size)))
     if not alone.equal(several):
         raise NotYet("on real ranks, down_proj in eight leaves has other bits on one rank than on several")
 

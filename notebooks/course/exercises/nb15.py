@@ -5,7 +5,7 @@ import torch
 from course.exercises.own_engine import listed
 from course.judge.answers import greedy
 from course.judge.exercise import Example, Exercise
-from course.judge.words import NotYet, in_words
+from course.judge.words import NotYet
 from course.judge.work import whole_numbers
 from tplab.cache import Segment, blocks_needed
 from tplab.engine.config import EngineConfig
@@ -15,8 +15,6 @@ from tplab.faults import scenario
 from tplab.invariant import make_runner
 from tplab.model.dtypes import parse_dtype
 from tplab.patch import Patch, original
-from tplab.pool import shared_pool
-from tplab.ranks import RankError
 from tplab.shard import ShardPlan
 
 COUNT, DRAFT = 24, 4  # tokens of a text, guesses of a step
@@ -107,10 +105,7 @@ def on_a_rank(function, ckpt, size: int, dtype: str, ids: list[int]):
 def in_the_engine(setting, answer):
     ckpt, size, ids = setting.checkpoint, setting.tensor_parallel_size, (setting.ids(8) * 2)[:60]
     dtype = setting.dtype if setting.dtype in ("float32", "bfloat16") else "float32"
-    try:
-        found, calls = shared_pool(size).run(on_a_rank, answer, ckpt, size, dtype, ids)[0]
-    except RankError as error:  # of the learner's code
-        raise NotYet(f"in the engine: {in_words(error)}") from error
+    found, calls = setting.on_ranks(on_a_rank, answer, ckpt, size, dtype, ids)[0]
     if found != greedy(ckpt, [ids], COUNT, size, dtype, batch_invariant=True)[0]:
         raise NotYet("in the engine, the text is not plain greedy's, though the toy's was right: what is different "
                      "with other tokens?")

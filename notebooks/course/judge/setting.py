@@ -10,6 +10,8 @@ from tplab.align import align, align_decode, diagnose, hf_greedy
 from tplab.align.run import check_prompts
 from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.patch import Patch
+from tplab.pool import shared_pool
+from tplab.ranks import RankError
 
 LITTLE = "What is off by so little has lost digits: in which dtype is it computed, or kept?"
 
@@ -63,6 +65,13 @@ class Setting:
             found, first = diagnose(self.report), self.report.first_divergence
             little = found.fault is None and first is not None and first.relative < 5e-3
             raise NotYet(f"in the engine: {in_learners_words(found)}" + f"\n{LITTLE}" * little)
+
+    def on_ranks(self, function: Callable, *args, size: int = 0, timeout: float | None = None) -> list:
+        """What ``function(*args)`` gives on each rank of a pool, of ``size`` ranks if given; `NotYet` if it fails."""
+        try:
+            return shared_pool(size or self.tensor_parallel_size).run(function, *args, timeout=timeout)
+        except RankError as error:  # of the learner's code
+            raise NotYet(f"on the ranks: {in_words(error)}") from error
 
     def align_in_chunks(self, **options) -> None:
         """The same over two prompts, read five tokens at a time, and three tokens behind them."""

@@ -19,7 +19,6 @@ from course.cases.answering import check_what_and_why, check_where, kinds
 from course.cases.case_file import NOWHERE, Bug, Trial, code_at, edited, engines_own, patches_at, places
 from course.cases.sealed import CaseError
 from course.judge import progress_file
-from course.judge.answers import greedy
 from course.judge.words import NotYet
 from course.lab.batch import FOLDER
 from tplab.align import Diagnosis, floors
@@ -256,23 +255,6 @@ def test_a_case_follows_the_engine_or_says_that_it_cannot():
     assert "masked_fill(~mask" in inspect.getsource(changed)
     with pytest.raises(ValueError, match="mask_scores has no 'nowhere' to change"):
         edited("mask_scores", "nowhere -> there")
-
-
-@pytest.mark.parametrize("drafts", [0, 2])
-def test_case_11_is_repaired_by_the_engines_own_code_also_where_tokens_are_guessed(drafts, ckpt):
-    ids = [*range(5, 21)] * 2
-    with applied(*patches_at(CASES["case_11"].repair)):
-        found = greedy(ckpt, [ids], 12, 1, logical=True, num_speculative_tokens=drafts)
-    assert found == greedy(ckpt, [ids], 12, 1, logical=True)
-
-
-def test_case_03_knows_models_whose_rotation_differs_by_type_of_layer():
-    kinds = [{"rope_type": "default", "rope_theta": 1e4}, {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}]
-    both = dict(zip(("sliding_attention", "full_attention"), kinds))
-    config = SimpleNamespace(hf=SimpleNamespace(rope_parameters=both))
-    assert CASES["case_03"].needs(config, 2) == ""
-    kinds[1]["rope_type"] = "dynamic"
-    assert CASES["case_03"].needs(config, 2) == "this model's RoPE (dynamic) is made anew for each text"
 
 
 @each_case

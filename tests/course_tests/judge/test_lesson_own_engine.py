@@ -3,18 +3,14 @@
 import re
 
 import pytest
-import torch
 from helpers.answers import defined
 from helpers.notebooks import solutions
 
 from course import lesson
 from course.exercises.own_engine import Pieces, pieces
 from course.judge import progress_file
-from tplab import ShardPlan, open_checkpoint
+from tplab import open_checkpoint
 from tplab.align import hf_greedy
-from tplab.engine import runner
-from tplab.patch import applied, original
-from tplab.ranks import logical_ranks
 
 pytestmark = pytest.mark.pool
 
@@ -111,22 +107,18 @@ def test_a_piece_that_fails_stops_it_in_words(solved, capsys):
                                        "at your line 2: return nowhere[ids]\n")
 
 
-def test_a_loader_is_asked_where_tensors_lie_apart_and_counts_what_it_filled():
-    fable = open_checkpoint("fable")
-    plan = ShardPlan.from_config(fable.config, 1)
-
-    def load():
-        def attempt(ckpt, plan, r):
-            with ckpt.reader() as reader:
-                return {name: reader[name][:] for name in ckpt.tensors}
-
-        right = original("tplab.engine.runner.load_model")(fable, plan, torch.float32)
-        with applied(*PIECES["my_load"].patches(attempt)):
-            made = runner.load_model(fable, plan, torch.float32)
-        assert not made.training and made.load_stats.bytes_read == made.load_stats.parameter_bytes
-        assert made.load_stats.parameter_bytes == right.load_stats.parameter_bytes
-        return all(map(torch.equal, made.parameters(), right.parameters()))
-
-    assert logical_ranks(1, load) == [True]
+def test_a_loader_is_not_asked_where_tensors_are_fused():
     broken = Pieces({"my_load": lambda ckpt, plan, r: 1 / 0})
-    assert lesson.your_engine(broken, lesson.fused_copy(fable), [IDS], 3) != [[]], "fused: the lab's loads it"
+    assert lesson.your_engine(broken, lesson.fused_copy(open_checkpoint("fable")), [IDS], 3) != [[]]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_all_layers_of_the_solution_write_what_hugging_face_writes(size):
+    fable, layer = open_checkpoint("fable"), defined(solutions(["MyLayer"])["MyLayer"], "MyLayer")
+    assert lesson.written(layer, fable, IDS, 12, tensor_parallel_size=size) == hf_greedy(fable, IDS, 12)
+
+
+def test_without_a_layer_of_ones_own_or_where_it_does_not_fit_the_engine_writes():
+    fable = open_checkpoint("fable")
+    for layer, ckpt in ((None, fable), (lambda *args: 1 / 0, lesson.fused_copy(fable))):
+        assert lesson.written(layer, ckpt, IDS, 3) == hf_greedy(fable, IDS, 3)

@@ -96,6 +96,8 @@ def test_a_crash_is_told_and_not_swallowed(made):
     with pytest.raises(RuntimeError, match="boom"):
         made.run()
     assert "RuntimeError: boom" in made._verdict.value and not made._button.disabled
+    with pytest.raises(TplabError, match="'no_mask' cannot be ticked: the panel has nan_mask"):
+        lesson.panel(["nan_mask"], ticked=["no_mask"], prompt="Hi")
 
 
 def test_what_is_stored_has_a_picture_and_no_random_text(made, asked, fable_stand_in):
@@ -113,8 +115,3 @@ def test_what_is_stored_has_a_picture_and_no_random_text(made, asked, fable_stan
         stored.append((output.data["text/plain"], shown.stdout))
     assert stored[0] == stored[1]
     assert stored[0][1].startswith("Figure: ")
-
-
-def test_what_cannot_be_ticked(asked, fable_stand_in):
-    with pytest.raises(TplabError, match="'no_mask' cannot be ticked: the panel has nan_mask"):
-        lesson.panel(["nan_mask"], model=fable_stand_in, ticked=["no_mask"], prompt="Hi")
