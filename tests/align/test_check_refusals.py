@@ -151,7 +151,7 @@ def test_the_command(ckpt, healthy, tmp_path, capsys):
     (["nowhere", "--model", "fable"], "nowhere is not a folder"),
     (["run", "--model", "no/such/model/here"], ""),
     (["run", "--model", "fable", "--name", "lonely"], "--name takes PATTERN=POINT"),
-    (["run", "--model", "fable", "--json", "no/such/folder/r.json"], "there is no folder"),
+    (["run", "--model", "fable", "--json", "no/such/folder/r.json"], "no/such/folder/r.json cannot be written"),
 ])
 def test_bad_arguments_are_explained(arguments, words, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

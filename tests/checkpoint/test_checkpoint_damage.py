@@ -54,6 +54,14 @@ def test_wrong_dtype(single):
     assert f"{GATE} in model.safetensors is stored as I16; what is read is F64, F32, F16, BF16," in refusal(single)
 
 
+def test_two_half_precisions_in_one_checkpoint(tmp_path):
+    folder = make_checkpoint(tmp_path / "m", dtype=torch.bfloat16)
+    tensors = load_file(folder / "model.safetensors")
+    for named in GATE, min(tensors):  # the first of each in the order of the file
+        save_tensors(folder, tensors := tensors | {named: tensors[named].half()})
+        assert f"wrong dtype: {named} is float16 while" in refusal(folder)
+
+
 @pytest.mark.parametrize("wrong", [(32, 43), (43, 32, 1)])
 def test_wrong_shape(single, wrong):
     tensors = load_file(single / "model.safetensors")

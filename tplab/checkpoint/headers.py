@@ -60,6 +60,7 @@ def read_headers(folder: Path) -> dict[str, TensorInfo]:
         if twice := next((name for name in header if name in tensors), None):
             raise CheckpointError(f"{folder}: tensor {twice} is in two files, {tensors[twice].file} and {file}")
         tensors |= header
+    _check_dtypes(folder, tensors)
     return tensors
 
 
@@ -101,3 +102,12 @@ def _header(folder: Path, file: str) -> dict[str, TensorInfo]:
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{folder}: {file} is damaged or unreadable: {words_of(error)}") from error
     return infos
+
+
+def _check_dtypes(folder: Path, tensors: dict[str, TensorInfo]) -> None:
+    # float32 norms beside half-precision matrices are ordinary; the two half precisions never mix, and one
+    # read as the other gives numbers that look almost sensible.
+    first = {info.dtype: name for name, info in reversed(tensors.items())}
+    if torch.float16 in first and torch.bfloat16 in first:
+        raise CheckpointError(f"{folder}: wrong dtype: {first[torch.float16]} is float16 while {first[torch.bfloat16]} "
+                              "is bfloat16")

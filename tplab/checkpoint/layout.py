@@ -55,6 +55,18 @@ class _Rows:
         return stack[..., start::step].mT.contiguous() if columns else stack[start::step].contiguous()
 
 
+class _Kept:
+    """A source that keeps what was read last: gate and up that take turns are cut out of the same rows."""
+
+    def __init__(self, source):
+        self.source, self.shape, self.last, self.piece = source, source.shape, None, None
+
+    def __getitem__(self, index):
+        if index != self.last:
+            self.last, self.piece = index, self.source[index]
+        return self.piece
+
+
 def tensor_parts(config: ModelConfig, present: Mapping[str, object]) -> dict[str, Part]:
     """Every tensor of a model of this ``config`` by its Hugging Face name, and where a checkpoint keeps it.
 
@@ -142,6 +154,7 @@ def by_parameter(parts: Mapping[str, Part]) -> dict[str, dict[str, Part]]:
 def sources(parts: Sequence[Part], reader) -> list:
     """The parts of one parameter as things to slice, each of its ``shape``; a fused tensor is asked for once."""
     tensors = {name: reader[name] for name in dict.fromkeys(part.tensor for part in parts)}
+    tensors |= {part.tensor: _Kept(tensors[part.tensor]) for part in parts if part.step > 1}
     return [tensors[part.tensor] if tuple(tensors[part.tensor].shape) == part.shape
             else _Rows(tensors[part.tensor], part) for part in parts]
 

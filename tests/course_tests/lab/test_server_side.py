@@ -192,7 +192,7 @@ def trees():
 
 
 def test_remote_code_is_never_trusted():
-    """Neither as an argument nor as a key of arguments; the one place that names it refuses checkpoints that ask."""
+    """Neither as an argument nor as a key of arguments."""
     found = []
     for where, tree in trees():
         for node in ast.walk(tree):
@@ -200,4 +200,4 @@ def test_remote_code_is_never_trusted():
                 found.append(where)
             elif isinstance(node, ast.Constant) and node.value == "trust_remote_code":
                 found.append(where)
-    assert found == ["tplab/checkpoint/config.py"]
+    assert not found
