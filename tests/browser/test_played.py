@@ -86,8 +86,8 @@ def test_a_closed_browser_leaves_the_work_and_a_stopped_server_leaves_no_rank(ch
     back = Window(chromium, own_server)
     back.open(PLAYED)
     assert pids(back) == ranks  # as JupyterLab promises: who comes back finds the kernel, and its ranks
-    back.run(3, wait=False)
-    back.printed(3, "now it waits")
+    back.run(2, wait=False)
+    back.printed(2, "now it waits")
     back.context.close()
     own_server.process.send_signal(signal.SIGINT)  # Ctrl-C twice, as `launch` says
     own_server.says("Shut down this Jupyter server")
