@@ -2,21 +2,23 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from tplab.align.floors import SHORT
 from tplab.align.guilty import by_row
-from tplab.align.points import inputs
+from tplab.align.points import POINTS, inputs
 from tplab.checks import spans
+from tplab.faults.probes import Probe
 from tplab.model.rope import Rotary, rotate
 from tplab.patch import Patch, original
 
 if TYPE_CHECKING:
     from tplab.align.fit import GuiltyPoint
 
-ATTEND, FP8 = "tplab.model.attention.attend", torch.float8_e4m3fn
+_ATTEND, FP8 = "tplab.model.attention.attend", torch.float8_e4m3fn
 CACHE_SCALES = 1.0, 0.5, 0.25, 0.125, 0.0625, 2.0  # usual ones of a cache in fp8
 MOST_ROWS = 20_000  # pairs of rows that are tried for a row of the cache
 
@@ -140,25 +142,26 @@ def _unrelated(held: torch.Tensor, right: torch.Tensor) -> bool:
 
 # The cache.
 
-def scale_ignored(point: "GuiltyPoint") -> Iterator[ReadOff]:
+def scale_ignored(point: "GuiltyPoint") -> Iterator[Probe]:
     """Are keys, values or both read from a cache in fp8 without the scale by which they were divided?"""
     for scale in CACHE_SCALES[1:] if point.short == "attn" else ():
-        for what in ("keys and values", "values", "keys"):
-            yield ReadOff("cache_scale_ignored", f"the {what} of a cache in fp8 are read without their scale "
-                          f"{scale:g}", _unscaled(scale, "keys" in what, "values" in what))
+        right, wrong = partial(_in_fp8, scale, scale), partial(_in_fp8, scale, 1)
+        for what, patches in {"keys and values": cache_gives(wrong, wrong), "values": cache_gives(right, wrong),
+                              "keys": cache_gives(wrong, right)}.items():
+            yield Probe("cache_scale_ignored", f"the {what} of a cache in fp8 are read without their scale {scale:g}",
+                        patches, (POINTS["attn"].op,))
 
 
-def _unscaled(scale: float, keys: bool, values: bool) -> Callable:
+def _in_fp8(written: float, read: float, x: torch.Tensor) -> torch.Tensor:
+    """Stored in fp8 with one scale, and read with another."""
+    return x.div(written).to(FP8).to(x.dtype) * read
+
+
+def cache_gives(keys: Callable, values: Callable) -> tuple[Patch]:
+    """Attention that reads ``keys(k)`` and ``values(v)`` from its cache."""
     def attend(q, k, v, mask, scaling, **options):
-        k, v = (x.div(scale).to(FP8).to(x.dtype) * (1 if ignored else scale) for x, ignored in ((k, keys), (v, values)))
-        return original(ATTEND)(q, k, v, mask, scaling, **options)
-
-    def guess(point: "GuiltyPoint") -> dict[int, torch.Tensor] | None:
-        if point.short != "attn":
-            return None
-        made = point.judge.broken(point.name, (Patch(ATTEND, attend),))
-        return {rank: made[rank][point.name] for rank in point.held}
-    return guess
+        return original(_ATTEND)(q, keys(k), values(v), mask, scaling, **options)
+    return (Patch(_ATTEND, attend),)
 
 
 def stale_row(point: "GuiltyPoint") -> Iterator[ReadOff]:

@@ -66,7 +66,12 @@ class Replay:
         self.ids = torch.tensor([recording.ids[s][p] for s, p in recording.places])
         self.logit_rows = [row_of[place] for place in recording.logit_places]
         # Of each call, the rows of `logits` that it computes.
-        self._drawn = [[n for n, row in enumerate(self.logit_rows) if row in {*rows}] for rows in self.calls.rows]
+        self._drawn = [[n for n, row in enumerate(self.logit_rows) if row in rows]
+                       for rows in map(set, self.calls.rows)]
+        # Rows of replays come call by call: these indices bring them back to the recording's order.
+        self._back, self._back_drawn = (
+            torch.tensor([row for call in calls for row in call], dtype=torch.long).argsort()
+            for calls in (self.calls.rows, self._drawn))
         self._traces: dict[tuple[int, torch.dtype], dict[str, torch.Tensor]] = {}
         self._clean: dict[tuple, Made] = {}
         self._models: dict[tuple, TensorParallelCausalLM] = {}
@@ -197,10 +202,8 @@ class Replay:
                     model.layers[layer](hidden, *tables, context)
             for name, x in points.items():
                 parts.setdefault(name, []).append(x)
-        # Rows come call by call; back to the recording's order.
-        back = torch.tensor([row for rows in self.calls.rows for row in rows]).argsort()
-        drawn = torch.tensor([n for call in self._drawn for n in call], dtype=torch.long).argsort()
-        made = {name: torch.cat(each)[drawn if name == "logits" else back] for name, each in parts.items()}
+        made = {name: torch.cat(each)[self._back_drawn if name == "logits" else self._back]
+                for name, each in parts.items()}
         return made | {REDUCES: torch.tensor([record.started for record in op_log() if record.op == "all_reduce"])}
 
     def _fill(self, cache: PagedKVCache, layer: int, rank: int, dtype: torch.dtype) -> None:

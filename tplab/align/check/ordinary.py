@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from tplab.align.guilty import by_row
-from tplab.align.read_off import ATTEND, CACHE_SCALES, FP8
+from tplab.align.read_off import CACHE_SCALES, FP8, cache_gives
 from tplab.patch import Patch, original
 
 LEFT = 0.1  # the part of a difference that an explanation may leave: some values round to the other side
@@ -57,18 +57,15 @@ def _products(rounding: Callable, weights_only: bool = False) -> tuple[Patch]:
 
 
 def _cache(rounding: Callable) -> tuple[Patch]:
-    def attend(q, k, v, mask, scaling, **options):
-        return original(ATTEND)(q, rounding(k), rounding(v), mask, scaling, **options)
-    return (Patch(ATTEND, attend),)
+    return cache_gives(rounding, rounding)
 
 
-_INT8 = torch.int8
 PRECISIONS = {"TF32 products": _products(_tf32)}
 PRECISIONS |= {f"{str(dtype)[6:]} products": _products(partial(_stored, dtype, 1)) for dtype in (
     torch.bfloat16, torch.float16)}
 PRECISIONS |= {f"a cache in fp8 (e4m3), scale {scale:g}": _cache(partial(_stored, FP8, scale))
                for scale in CACHE_SCALES}
-for _name, _dtype in ("int8", _INT8), ("fp8 (e4m3)", FP8):
+for _name, _dtype in ("int8", torch.int8), ("fp8 (e4m3)", FP8):
     PRECISIONS |= {f"a cache in {_name}, a scale for each token and head": _cache(partial(_stored, _dtype, (-1,))),
                    f"{_name} weights, a scale for each row": _products(partial(_stored, _dtype, (-1,)), True),
                    f"{_name} weights, one scale": _products(partial(_stored, _dtype, (-2, -1)), True)}
