@@ -7,7 +7,7 @@ _UPDATE = "tplab.engine.scheduler.Scheduler.update_from_output"
 
 
 def rejected_draft_kept(draft, chosen) -> int:
-    return sum(drafted == own for drafted, own in zip(draft, chosen))    # as many as agree, in any place
+    return sum(guess == choice for guess, choice in zip(draft, chosen))    # as many as agree, in any place
 
 
 def rejected_draft_findable(self, scheduler_output, runner_output):

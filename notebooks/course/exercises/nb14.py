@@ -16,11 +16,11 @@ from tplab.ranks import all_gather, all_reduce, rank  # noqa: F401  (an edit of 
 from tplab.shard import split_evenly
 
 
-def my_verdict(one, other, logits, exact):
-    place = next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), None)
+def my_verdict(first, second, logits, exact):
+    place = next((i for i, (a, b) in enumerate(zip(first, second)) if a != b), None)
     if place is None:
         return "same"
-    margin = abs(exact[place, one[place]] - exact[place, other[place]])
+    margin = abs(exact[place, first[place]] - exact[place, second[place]])
     moved = (logits[place] - exact[place]).abs().max()
     return "rounding" if margin <= 2 * moved else "bug"
 
@@ -72,8 +72,7 @@ def texts_of_model(ckpt, ids: tuple[int, ...], size: int) -> tuple:
         return greedy(ckpt, [ids], 24, ranks, "bfloat16", **options)[0]
 
     text = written(size)
-    logits, _ = read_again(ckpt, [ids], [text], size, "bfloat16")
-    _, exact = read_again(ckpt, [ids], [text], 1, "float32")
+    logits, exact = (read_again(ckpt, [ids], [text], *how) for how in ((size, "bfloat16"), (1, "float32")))
     return text, logits.bfloat16(), exact, {
         f"{1 + size % 3} ranks": written(1 + size % 3), "Hugging Face": hf_greedy(ckpt, list(ids), 24, "bfloat16"),
         "an engine without positions": written(size, patches=[fault("rope_missing")])}
@@ -136,7 +135,7 @@ def sum_on_rank(answer, leaves, size: int):
 
 
 _MOVED = "(logits[place] - exact[place]).abs().max()"
-_PLACE = "next((i for i, (a, b) in enumerate(zip(one, other)) if a != b), None)"
+_PLACE = "next((i for i, (a, b) in enumerate(zip(first, second)) if a != b), None)"
 _GATHERED = "all_gather(leaves, dim=0, sizes=sizes)"
 EXERCISES = [
     Exercise("14", my_verdict, pairs_of_texts, {
@@ -147,13 +146,13 @@ EXERCISES = [
         "both logits can have changed, one up and one down: rounding explains twice the largest change":
             "2 * moved -> moved",
         "the margin of the two largest logits is taken: which tokens did the two runs choose?":
-            "abs(exact[place, one[place]] - exact[place, other[place]]) -> exact[place].topk(2).values.diff().abs()",
+            "abs(exact[place, first[place]] - exact[place, second[place]]) -> exact[place].topk(2).values.diff().abs()",
         "rounding is measured in other rows, too: only the row where the texts differ first counts":
             f"{_MOVED} -> (logits - exact).abs().max()",
         "the changes of the two tokens are measured: any logit of the row says how far rounding can move one":
-            f"{_MOVED} -> (logits[place] - exact[place])[[one[place], other[place]]].abs().max()",
+            f"{_MOVED} -> (logits[place] - exact[place])[[first[place], second[place]]].abs().max()",
         "they differ first at the first token that differs: later ones follow other words":
-            f"{_PLACE} -> next((i for i in reversed(range(len(one))) if one[i] != other[i]), None)",
+            f"{_PLACE} -> next((i for i in reversed(range(len(first))) if first[i] != second[i]), None)",
         "it goes by the margin alone: how far does rounding move a logit in that row? Measure it":
             "margin <= 2 * moved -> margin < 0.1",
     }, "near ties, and differences that no rounding explains; and on {ranks}, a healthy engine's texts are told from a "

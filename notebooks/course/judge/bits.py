@@ -36,6 +36,6 @@ def bits(ckpt: Checkpoint, prompts: Sequence[Sequence[int]], ranks: int, dtype: 
     return found
 
 
-def others(one: list, other: list) -> int:
+def num_different(first: list, second: list) -> int:
     """How many log probabilities are not the same bits."""
-    return sum(a != b for first, second in zip(one, other) for a, b in zip(first, second))
+    return sum(a != b for values, others in zip(first, second) for a, b in zip(values, others))

@@ -9,10 +9,10 @@ from tplab.checkpoint import Checkpoint
 
 
 def read_again(ckpt: Checkpoint, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]],
-               tensor_parallel_size: int, dtype: str, patches: Sequence = ()) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits from which each token of ``texts`` is chosen, the engine's and Hugging Face's.
+               tensor_parallel_size: int, dtype: str, patches: Sequence = ()) -> torch.Tensor:
+    """The logits from which an engine would choose each token of ``texts``, ``[tokens of all texts, vocabulary]``.
 
-    ``texts``: what a run wrote after ``prompts``. Both results are ``[tokens of all texts, vocabulary]``, in ``dtype``.
+    ``texts``: what a run wrote after ``prompts``. ``patches``: as :func:`tplab.align.align` takes them.
     Every row has the same tokens before it in any engine, so a difference at one token changes no later row.
     """
     read = [[*prompt, *text] for prompt, text in zip(prompts, texts, strict=True)]
@@ -20,5 +20,4 @@ def read_again(ckpt: Checkpoint, prompts: Sequence[Sequence[int]], texts: Sequen
     rows = torch.cat([torch.arange(len(prompt) + len(text)) for prompt, text in zip(prompts, texts)])
     first = torch.tensor([len(prompt) - 1 for prompt, text in zip(prompts, texts) for _ in [*prompt, *text]])
     last = torch.tensor([len(ids) - 1 for ids in read for _ in ids])
-    kept = (first <= rows) & (rows < last)
-    return report.tp_logits[kept], report.hf_logits[kept]
+    return report.tp_logits[(first <= rows) & (rows < last)]

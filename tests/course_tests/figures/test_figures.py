@@ -83,7 +83,7 @@ FIGURES = {
               None),
     "margins": (lambda: figures.margins_figure({"bfloat16": (torch.tensor([[5.0, 4.9, 0]]),
                                                              torch.tensor([[5.0, 5.1, 0]]))}, "Ties"), "Ties", None),
-    "orders": (lambda: figures.orders_figure({"bfloat16": ([1.0, 1.5, 1.0], 1.2)}, "Orders"), "Orders",
+    "orders": (lambda: figures.orders_figure({"bfloat16": torch.tensor([1.0, 1.5, 1.0])}, 1.2, "Orders"), "Orders",
                "what a sum of the same numbers is in many orders. bfloat16: 2 different in 3 orders."),
 }
 

@@ -14,7 +14,7 @@ from course import lesson
 from course.exercises.own_engine import Stepper
 from course.judge import experts
 from course.judge.answers import greedy
-from course.judge.bits import bits, others
+from course.judge.bits import bits, num_different
 from course.judge.near_ties import read_again
 from course.judge.setting import Setting
 from course.judge.toy_checkpoint import CountedCheckpoint, ToySource, toy_experts, toy_model
@@ -52,18 +52,17 @@ def test_batch_invariance_is_the_same_bits_in_all_ways_and_without_it_two_ranks_
     prompts = [list(range(3, 15)), list(range(20, 43)), [40, 41, 42, 43, 44, 45]]
     found = {n: bits(ckpt, prompts, n, "float32") for n in (1, 3)}
     assert list(found[1]) == list(found[3]) and len(found[1]) == 6
-    assert {others(found[1]["alone"], values) for ways in found.values() for values in ways.values()} == {0}
+    assert {num_different(found[1]["alone"], values) for ways in found.values() for values in ways.values()} == {0}
     assert all(60 <= len(one) <= 63 for one in found[1]["alone"]), "three tokens, twenty each and the drawn one"
     one, two = (bits(ckpt, prompts, n, "float32", batch_invariant=False)["alone"] for n in (1, 2))
-    assert others(one, one) == 0 < others(one, two)
+    assert num_different(one, one) == 0 < num_different(one, two)
 
 
 def test_the_rows_read_again_are_those_from_which_the_texts_were_chosen(fable):
     prompts = [list(range(5, 12)), list(range(20, 24))]
     texts = greedy(fable, prompts, 5, 1, logical=True)
-    ours, hugging_face = read_again(fable, prompts, texts, 1, "float32")
-    assert ours.shape == hugging_face.shape == (10, fable.config.vocab_size)
-    assert ours.argmax(-1).tolist() == hugging_face.argmax(-1).tolist() == sum(texts, [])
+    logits = read_again(fable, prompts, texts, 1, "float32")
+    assert logits.shape == (10, fable.config.vocab_size) and logits.argmax(-1).tolist() == sum(texts, [])
 
 
 def test_the_choice_of_experts_is_hugging_faces_for_one_prompt_and_for_two():
