@@ -32,10 +32,10 @@ class DifferenceAxis:
         for name, floor in sorted(floors.items(), key=lambda item: -item[1]):
             self.ax.axhspan(self.bottom, math.log10(floor), color=FLOOR, zorder=0)
             self.ax.axhline(math.log10(floor), color=FAINT, lw=0.8, zorder=1)
-            self.ax.annotate(f"{name}: rounding floor {floor:.0e}".replace("e-0", "e-"), (1, math.log10(floor)),
-                             xycoords=("axes fraction", "data"), xytext=(-4, -4), textcoords="offset points",
-                             ha="right", va="top", fontsize=9.5, color=INK, zorder=2.5,
-                             bbox={"facecolor": FLOOR, "edgecolor": "none", "pad": 1})
+            # Beside the axes, where no line is.
+            self.ax.annotate(f"{name}:\nrounding\nfloor {floor:.0e}".replace("e-0", "e-"), (1, math.log10(floor)),
+                             xycoords=("axes fraction", "data"), xytext=(5, 0), textcoords="offset points",
+                             va="center", fontsize=9.5, color=INK)
 
     def _ticks(self, lost):
         step = max(1, math.ceil((self.top - self.bottom) / 9))
