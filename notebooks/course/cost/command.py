@@ -5,7 +5,6 @@ import argparse
 
 def add_options(parser: argparse.ArgumentParser, models: str) -> None:
     """``models``: the models' names, for the help."""
-    parser.add_argument("kind", nargs="?", default="decode", metavar="KIND", help="decode, prefill or batch (decode)")
     parser.add_argument("--model", default="smollm2", metavar="MODEL", help=f"{models} (smollm2)")
     parser.add_argument("--tp", type=int, default=2, metavar="N", help="number of ranks (2)")
     parser.add_argument("--rounds", type=int, default=5, metavar="R", help="5 or more (5)")
@@ -17,5 +16,5 @@ def main(chosen: argparse.Namespace) -> int:
     """Measure and show."""
     from course.cost.race import race
 
-    race(chosen.kind, chosen.model, chosen.tp, rounds=chosen.rounds, dtype=chosen.dtype, vllm=chosen.vllm)
+    race(chosen.model, chosen.tp, rounds=chosen.rounds, dtype=chosen.dtype, vllm=chosen.vllm)
     return 0

@@ -1,4 +1,4 @@
-"""A race: tplab, Hugging Face and vLLM carry out the same work, alternately, in one run; medians and ratios.
+"""A race: tplab, Hugging Face and vLLM continue the same prompt, alternately, in one run; medians and ratios.
 
 On a busy machine, milliseconds say little and ratios say something. So in every round all contestants work one after
 the other, each in processes of its own. The others are stopped meanwhile (SIGSTOP): workers that wait for work spin,
@@ -33,49 +33,21 @@ from tplab.pool import RankPool
 from tplab.ranks import state
 
 PAUSE = 0.3  # seconds between contestants: threads that spin for a while after their work have gone to sleep
-UNITS = {"decode": "tokens/s", "prefill": "prompt tokens/s", "batch": "new tokens/s"}
-
-
-@dataclass(frozen=True)
-class Work:
-    """Prompts in token ids, and how many tokens each is to get."""
-
-    prompts: list[list[int]]
-    new_tokens: list[int]
+PROMPT, NEW_TOKENS = 32, 64  # in tokens; the first new one belongs to the prompt
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds until the first step was done (all prompts read, one token each), and until everything was; and the
-    new tokens of each prompt.
-    """
+    """Seconds until the first new token, and until the last one; and the new tokens."""
 
     first: float
     total: float
-    tokens: list[list[int]]
+    tokens: list[int]
 
-
-def work_of(kind: str, vocab: int, longest: int) -> Work:
-    """The same in every race of this kind: ``decode``, one short prompt and many tokens; ``prefill``, one long prompt;
-    ``batch``, 16 requests of mixed lengths, as a server meets them.
-    """
-    draw = random.Random(kind)
-
-    def ids(count: int) -> list[int]:
-        return [draw.randrange(10, vocab) for _ in range(count)]
-
-    if kind == "batch":
-        return Work([ids(draw.choice((8, 16, 32, 64, 128))) for _ in range(16)],
-                    [draw.choice((8, 16, 32, 64, 96)) for _ in range(16)])
-    length, new_tokens = (32, 64) if kind == "decode" else (512, 2)
-    return Work([ids(min(length, longest - new_tokens))], [new_tokens])
-
-
-def speed(kind: str, work: Work, timing: Timing) -> float:
-    """What the table shows, larger is better: tokens per second of the phase that the race is about."""
-    if kind == "decode":  # the first token belongs to the prompt
-        return (sum(work.new_tokens) - 1) / (timing.total - timing.first)
-    return sum(map(len, work.prompts)) / timing.first if kind == "prefill" else sum(work.new_tokens) / timing.total
+    @property
+    def speed(self) -> float:
+        """Tokens per second of decoding."""
+        return (NEW_TOKENS - 1) / (self.total - self.first)
 
 
 class Tplab:
@@ -91,14 +63,13 @@ class Tplab:
         """Its processes."""
         return [pid for pid in self.pool.pids if pid is not None]
 
-    def time(self, work: Work) -> Timing:
-        """Carry ``work`` out once."""
-        params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in work.new_tokens]
+    def time(self, prompt: list[int]) -> Timing:
+        """Continue the prompt once."""
+        params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
         begin = time.perf_counter()
-        outputs = self.llm.generate(work.prompts, params, use_tqdm=False)
+        (output,) = self.llm.generate([prompt], params, use_tqdm=False)
         total = time.perf_counter() - begin
-        return Timing(max(output.metrics.time_to_first_token for output in outputs), total,
-                      [list(output.outputs[0].token_ids) for output in outputs])
+        return Timing(output.metrics.time_to_first_token, total, list(output.outputs[0].token_ids))
 
     def close(self) -> None:
         """End its processes."""
@@ -107,7 +78,7 @@ class Tplab:
 
 
 class HuggingFace:
-    """Hugging Face's ``generate`` in one process with ``threads`` threads; several prompts as one padded batch."""
+    """Hugging Face's ``generate`` in one process with ``threads`` threads."""
 
     def __init__(self, ckpt: Checkpoint, threads: int, dtype: str):
         self.name, self.pool = f"HF generate, {counted(threads, 'thread')}", RankPool(1, timeout=600)
@@ -115,9 +86,9 @@ class HuggingFace:
 
     pids = Tplab.pids
 
-    def time(self, work: Work) -> Timing:
-        """Carry ``work`` out once."""
-        return self.pool.run(_time_hf, work)[0]
+    def time(self, prompt: list[int]) -> Timing:
+        """Continue the prompt once."""
+        return self.pool.run(_time_hf, prompt)[0]
 
     def close(self) -> None:
         """End its process."""
@@ -133,19 +104,15 @@ def _load_hf(folder: str, dtype: str, threads: int) -> None:
     state["hf"] = AutoModelForCausalLM.from_pretrained(folder, dtype=parse_dtype(dtype)).eval()
 
 
-def _time_hf(work: Work) -> Timing:
-    longest = max(map(len, work.prompts))
-    ids = torch.tensor([[0] * (longest - len(p)) + p for p in work.prompts])
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in work.prompts])
-    seconds = {}
+def _time_hf(prompt: list[int]) -> Timing:
+    ids, seconds = torch.tensor([prompt]), {}
     with torch.inference_mode():
-        for count in (1, max(work.new_tokens)):
+        for count in (1, NEW_TOKENS):
             begin = time.perf_counter()
-            made = state["hf"].generate(ids, attention_mask=mask, max_new_tokens=count, do_sample=False,
-                                        eos_token_id=None, pad_token_id=0)
+            made = state["hf"].generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count,
+                                        do_sample=False, eos_token_id=None, pad_token_id=0)
             seconds[count] = time.perf_counter() - begin
-    tokens = [row[longest:longest + count] for row, count in zip(made.tolist(), work.new_tokens)]
-    return Timing(seconds[1], seconds[max(work.new_tokens)], tokens)
+    return Timing(seconds[1], seconds[NEW_TOKENS], made[0, len(prompt):].tolist())
 
 
 class VLLM:
@@ -176,11 +143,10 @@ class VLLM:
             self.close()
             raise
 
-    def time(self, work: Work) -> Timing:
-        """Carry ``work`` out once; before it, where one prompt stands alone, its first token alone, for ``first``."""
-        question = {"prompts": work.prompts, "new_tokens": work.new_tokens, "first": len(work.prompts) == 1}
+    def time(self, prompt: list[int]) -> Timing:
+        """Continue the prompt once; before it, its first token alone, for ``first``."""
         with suppress(BrokenPipeError):  # it has ended, and that is said below
-            print(json.dumps(question), file=self.process.stdin, flush=True)
+            print(json.dumps({"prompt": prompt, "new_tokens": NEW_TOKENS}), file=self.process.stdin, flush=True)
         return Timing(**self._hear())
 
     def _hear(self) -> dict:
@@ -234,12 +200,12 @@ def _ended_by_signals() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def race(kind: str, model: str = "smollm2", tp: int = 2, *, rounds: int = 5, dtype: str = "float32",
-         vllm: str | None = None, show: Callable[[str], None] = print) -> list[dict]:
-    """Race tplab on ``tp`` ranks against Hugging Face on as many threads; shows a table and returns its rows.
+def race(model: str = "smollm2", tp: int = 2, *, rounds: int = 5, dtype: str = "float32", vllm: str | None = None,
+         show: Callable[[str], None] = print) -> list[dict]:
+    """Race tplab on ``tp`` ranks against Hugging Face on as many threads, each decoding behind one short prompt; shows
+    a table and returns its rows.
 
     Args:
-        kind: as for :func:`work_of`.
         model: as for :class:`tplab.LLM`.
         rounds: how often every contestant works, at least 5; another one begins each round.
         vllm: the Python of vLLM's own environment, to race against it too, on ``tp`` cores.
@@ -247,12 +213,11 @@ def race(kind: str, model: str = "smollm2", tp: int = 2, *, rounds: int = 5, dty
     A row: ``name``, ``median``, ``low`` and ``high`` of the speeds, ``ratio`` (the median of each round's: how many
     times as quick tplab is), ``ready`` (seconds) and ``equal`` (the part of tplab's tokens at the same places).
     """
-    if kind not in UNITS:
-        raise TplabError(f"there is no race {kind!r}; there are {', '.join(UNITS)}")
     if not isinstance(rounds, int) or rounds < 5:
         raise TplabError(f"a median needs at least 5 rounds, not {rounds!r}")
     ckpt, peers, ready = open_checkpoint(model), [], []
-    work = work_of(kind, ckpt.config.vocab_size, ckpt.config.max_position_embeddings)
+    draw = random.Random("decode")
+    prompt = [draw.randrange(10, ckpt.config.vocab_size) for _ in range(PROMPT)]
     makers = [lambda: Tplab(ckpt, tp, dtype), lambda: HuggingFace(ckpt, tp, dtype)]
     makers += [lambda: VLLM(ckpt, tp, dtype, vllm)] if vllm is not None else []
     with _ended_by_signals(), ExitStack() as stack:
@@ -262,26 +227,22 @@ def race(kind: str, model: str = "smollm2", tp: int = 2, *, rounds: int = 5, dty
                 peers.append(make())
                 ready.append(time.perf_counter() - begin)
                 stack.callback(peers[-1].close)
-                peers[-1].time(work)  # warm up
+                peers[-1].time(prompt)  # warm up
         speeds, tokens = [[] for _ in peers], {}
         for number in range(rounds):
             for at in [(number + i) % len(peers) for i in range(len(peers))]:
                 with _alone(peers[at], peers):
                     time.sleep(PAUSE)
-                    timing = peers[at].time(work)
-                speeds[at].append(speed(kind, work, timing))
+                    timing = peers[at].time(prompt)
+                speeds[at].append(timing.speed)
                 tokens[at] = timing.tokens
     rows = [{"name": peer.name, "median": statistics.median(speeds[at]), "low": min(speeds[at]),
              # The ratio of each round, then the median: what disturbs a round disturbs both.
              "high": max(speeds[at]), "ratio": statistics.median(a / b for a, b in zip(speeds[0], speeds[at])),
-             "ready": ready[at], "equal": _equal(tokens[0], tokens[at])} for at, peer in enumerate(peers)]
-    show(f"{kind}, {model}, {dtype}, {counted(rounds, 'round')}")
-    show(f"{'':26}{UNITS[kind]:>22}{'spread':>18}{'tplab is':>10}{'ready':>9}{'same tokens':>13}")
+             "ready": ready[at], "equal": sum(a == b for a, b in zip(tokens[0], tokens[at])) / NEW_TOKENS}
+            for at, peer in enumerate(peers)]
+    show(f"decode, {model}, {dtype}, {counted(rounds, 'round')}")
+    show(f"{'':26}{'tokens/s':>22}{'spread':>18}{'tplab is':>10}{'ready':>9}{'same tokens':>13}")
     for row in rows:
         show("{name:26}{median:22.1f}{low:9.1f} to {high:5.1f}{ratio:8.2f} ×{ready:7.1f} s{equal:13.0%}".format(**row))
     return rows
-
-
-def _equal(ours: list[list[int]], theirs: list[list[int]]) -> float:
-    pairs = [pair for mine, other in zip(ours, theirs, strict=True) for pair in zip(mine, other)]
-    return sum(a == b for a, b in pairs) / sum(map(len, ours))

@@ -1,8 +1,8 @@
 """vLLM's side of a race: runs in vLLM's own environment, so it imports nothing of tplab.
 
-``python vllm_side.py ANSWERS FOLDER DTYPE LENGTH``: one JSON object per line on standard input, ``{"prompts": [[ids]],
-"new_tokens": [counts], "first": bool}``, and one per line to the file descriptor ANSWERS, since vLLM prints to the
-others: first ``{"ready": version}``, then ``{"first": seconds, "total": seconds, "tokens": [[ids]]}`` for each line.
+``python vllm_side.py ANSWERS FOLDER DTYPE LENGTH``: one JSON object per line on standard input, ``{"prompt": [ids],
+"new_tokens": count}``, and one per line to the file descriptor ANSWERS, since vLLM prints to the others: first
+``{"ready": version}``, then ``{"first": seconds, "total": seconds, "tokens": [ids]}`` for each line.
 """
 
 import json
@@ -21,17 +21,16 @@ def main(answers: str, folder: str, dtype: str, length: str) -> None:
     print(json.dumps({"ready": vllm.__version__}), file=say)
     for line in sys.stdin:
         work = json.loads(line)
-        prompts = [{"prompt_token_ids": ids} for ids in work["prompts"]]
-        first, _ = _run(vllm, llm, prompts, [1] * len(prompts)) if work["first"] else (0.0, None)
-        total, tokens = _run(vllm, llm, prompts, work["new_tokens"])
+        first, _ = _run(vllm, llm, work["prompt"], 1)
+        total, tokens = _run(vllm, llm, work["prompt"], work["new_tokens"])
         print(json.dumps({"first": first, "total": total, "tokens": tokens}), file=say)
 
 
-def _run(vllm, llm, prompts: list, counts: list) -> tuple:
-    params = [vllm.SamplingParams(temperature=0, max_tokens=n, ignore_eos=True, detokenize=False) for n in counts]
+def _run(vllm, llm, prompt: list, count: int) -> tuple:
+    params = vllm.SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
     begin = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
-    return time.perf_counter() - begin, [list(output.outputs[0].token_ids) for output in outputs]
+    (output,) = llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+    return time.perf_counter() - begin, list(output.outputs[0].token_ids)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 from course.fable import CHECKPOINT, Story, plots, stories, words
 from course.fable.grammar import KINDS, SLOT
 from tplab.errors import TplabError
+from tplab.llm import LLM, SamplingParams
 
 # A body is at most about 150 tokens long. A longer continuation is no body of the plot.
 MAX_NEW_TOKENS = 192
@@ -76,30 +77,17 @@ def recall(generate: Generate, stories: Sequence[Story], folder: Path = CHECKPOI
     return {kind: (sum(rights), len(rights)) for kind, rights in counts.items()}
 
 
-def reference_generate(folder: Path = CHECKPOINT) -> Generate:
-    """Hugging Face's greedy ``generate`` with the model in ``folder``, in float32."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
-    pad = model.generation_config.pad_token_id
-
-    def generate(prompts, max_new_tokens):
-        width = max(map(len, prompts))
-        ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts])
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
-        new = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False)
-        return new[:, width:].tolist()
-
-    return generate
-
-
 def main():
     parser = argparse.ArgumentParser(prog="python -m course.fable.recall", description=__doc__.split(":")[0])
     parser.add_argument("--stories", type=int, default=200, help="number of held-out stories (200)")
     parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT, help="folder of the model (the embedded one)")
     args = parser.parse_args()
-    counts = recall(reference_generate(args.checkpoint), stories("held-out", args.stories), args.checkpoint)
+    with LLM(args.checkpoint, 1) as llm:
+        def generate(prompts, count):
+            outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=count))
+            return [output.outputs[0].token_ids for output in outputs]
+
+        counts = recall(generate, stories("held-out", args.stories), args.checkpoint)
     for kind, (right, of) in counts.items():
         print(f"{kind:<10}{100 * right / of:6.1f} %  {right}/{of}")
 

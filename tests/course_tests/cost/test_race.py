@@ -12,7 +12,7 @@ from helpers.checkpoints import make_checkpoint
 from course.__main__ import main
 from course.cost import race as race_module
 from course.cost import vllm_side
-from course.cost.race import VLLM, Timing, Work, _alone, race, speed
+from course.cost.race import NEW_TOKENS, VLLM, Timing, _alone, race
 from tplab.errors import TplabError
 
 # In vLLM's place: ready after a line of noise, with a child of its own; then a line for a line.
@@ -24,11 +24,11 @@ print("INFO what libraries say", flush=True)
 print(json.dumps({"ready": sys.argv[2:]}), file=say)
 for line in sys.stdin:
     work = json.loads(line)
-    if work["prompts"] == [[0]]:
+    if work["prompt"] == [0]:
         child.kill()
         sys.exit("out of luck")
-    told = [os.environ["VLLM_CPU_OMP_THREADS_BIND"], child.pid] if work["prompts"] == [[1]] else work["prompts"]
-    print(json.dumps({"first": 0.5 * work["first"], "total": 2.0, "tokens": told}), file=say)
+    told = [os.environ["VLLM_CPU_OMP_THREADS_BIND"], child.pid] if work["prompt"] == [1] else work["prompt"]
+    print(json.dumps({"first": 0.5, "total": 2.0, "tokens": told}), file=say)
 """
 
 
@@ -51,35 +51,31 @@ def ended(pid):
 def test_tplab_and_hugging_face_write_the_same_and_the_table_names_both(tmp_path, monkeypatch):
     folder, lines = make_checkpoint(tmp_path / "m", "qwen2", layers=1, tie=True), []
     monkeypatch.setattr(race_module, "PAUSE", 0)
-    monkeypatch.setattr(race_module, "work_of", lambda *given: Work([[1, 2, 3]], [4]))
-    ours, theirs = race("decode", str(folder), 2, dtype="float64", show=lines.append)
+    ours, theirs = race(str(folder), 2, dtype="float64", show=lines.append)
     assert (ours["name"], theirs["name"]) == ("tplab, 2 ranks", "HF generate, 2 threads")
     assert ours["equal"] == theirs["equal"] == ours["ratio"] == 1, "in float64 both write the same"
     assert all(row["low"] <= row["median"] <= row["high"] and row["ready"] > 0 for row in (ours, theirs))
     assert "5 rounds" in lines[0] and [line.split(",")[0] for line in lines[2:]] == ["tplab", "HF generate"]
 
 
-def test_each_race_counts_what_it_is_about():
-    work, timing = Work([[1] * 30, [2] * 10], [4, 7]), Timing(first=2.0, total=10.0, tokens=[])
-    assert speed("decode", work, timing) == 10 / 8, "the first token belongs to the prompt"
-    assert (speed("prefill", work, timing), speed("batch", work, timing)) == (40 / 2, 11 / 10)
+def test_the_first_token_belongs_to_the_prompt():
+    assert Timing(first=2.0, total=10.0, tokens=[]).speed == (NEW_TOKENS - 1) / 8
 
 
-def test_vllm_is_bound_to_all_cores_and_asked_for_the_first_token_where_one_prompt_stands_alone(peer):
-    assert peer.name == "vLLM, 2 threads" and peer.time(Work([[1]], [3])).tokens[0] == "0,1"
-    assert peer.time(Work([[5, 6]], [3])) == Timing(0.5, 2.0, [[5, 6]])
-    assert peer.time(Work([[5], [6]], [3, 3])) == Timing(0.0, 2.0, [[5], [6]])
+def test_vllm_is_bound_to_all_cores(peer):
+    assert peer.name == "vLLM, 2 threads" and peer.time([1]).tokens[0] == "0,1"
+    assert peer.time([5, 6]) == Timing(0.5, 2.0, [5, 6])
     assert os.getsid(peer.pids[0]) == peer.pids[0], "Ctrl-C in this terminal is not for it"
 
 
 def test_one_that_is_not_measured_stands_still_with_all_it_has_started_and_ends_stopped_or_not(peer):
-    child = peer.time(Work([[1]], [3])).tokens[1]
+    child = peer.time([1]).tokens[1]
     with pytest.raises(KeyboardInterrupt), _alone(None, [peer]):
         for pid in (*peer.pids, child):
             while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
                 os.sched_yield()
         raise KeyboardInterrupt
-    assert peer.time(Work([[5]], [1])).tokens == [[5]], "it goes on where it stood"
+    assert peer.time([5]).tokens == [5], "it goes on where it stood"
     os.kill(child, signal.SIGSTOP)
     peer.close()
     while not (ended(peer.pids[0]) and ended(child)):
@@ -89,13 +85,12 @@ def test_one_that_is_not_measured_stands_still_with_all_it_has_started_and_ends_
 def test_a_peer_that_has_ended_says_its_last_words(peer):
     for _ in range(2):
         with pytest.raises(TplabError, match="vLLM, 2 threads has ended: out of luck"):
-            peer.time(Work([[0]], [1]))
+            peer.time([0])
 
 
 @pytest.mark.parametrize("words, said", [
-    ("speed", "there is no race 'speed'; there are decode, prefill, batch"),
-    ("decode --model fable --rounds 4", "at least 5 rounds, not 4"),
-    ("decode --model smolm2", "did you mean 'smollm2'")])
+    ("--model fable --rounds 4", "at least 5 rounds, not 4"),
+    ("--model smolm2", "did you mean 'smollm2'")])
 def test_what_is_no_race_is_one_line(words, said, capsys):
     assert main(["bench", *words.split()]) == 2
     err = capsys.readouterr().err
