@@ -10,7 +10,7 @@ import pytest
 from helpers.checkpoints import make_checkpoint
 
 PROMPT, TOKENS = "Once there was", 12
-NAMES = ("tplab-a", "tplab-b")
+NAMES = (f"tplab-{os.getpid()}-a", f"tplab-{os.getpid()}-b")  # another run of the tests has its own
 ADDRESSES = ("10.213.7.1", "10.213.7.2")
 
 
