@@ -6,7 +6,7 @@ Exit codes: 0 done, 1 a notebook failed or a fault was not named, 2 bad input, 1
 import argparse
 import sys
 
-from course.cost import command as bench_command
+from course.cost import race
 from course.lab import batch, score
 from tplab.cli import MODEL
 from tplab.errors import TplabError
@@ -31,9 +31,9 @@ def build_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, module, about in (("run", batch, "Run notebooks with papermill and write an HTML report."),
                                 ("score", score, "Break the engine with each fault: is it named? (minutes)"),
-                                ("bench", bench_command, "Measure beside Hugging Face and vLLM.")):
+                                ("bench", race, "Measure beside Hugging Face and vLLM.")):
         made = commands.add_parser(name, help=about, description=about, allow_abbrev=False)
-        module.add_options(made, *([MODEL] if module is bench_command else []))
+        module.add_options(made, *([MODEL] if module is race else []))
         made.set_defaults(run=module.main)
     return parser
 

@@ -5,6 +5,7 @@ the other, each in processes of its own. The others are stopped meanwhile (SIGST
 and would take its cores.
 """
 
+import argparse
 import json
 import os
 import random
@@ -246,3 +247,18 @@ def race(model: str = "smollm2", tp: int = 2, *, rounds: int = 5, dtype: str = "
     for row in rows:
         show("{name:26}{median:22.1f}{low:9.1f} to {high:5.1f}{ratio:8.2f} ×{ready:7.1f} s{equal:13.0%}".format(**row))
     return rows
+
+
+def add_options(parser: argparse.ArgumentParser, models: str) -> None:
+    """``models``: the models' names, for the help."""
+    parser.add_argument("--model", default="smollm2", metavar="MODEL", help=f"{models} (smollm2)")
+    parser.add_argument("--tp", type=int, default=2, metavar="N", help="number of ranks (2)")
+    parser.add_argument("--rounds", type=int, default=5, metavar="R", help="5 or more (5)")
+    parser.add_argument("--dtype", default="float32", help="float32, float64 or bfloat16 (float32)")
+    parser.add_argument("--vllm", metavar="PYTHON", help="race against vLLM too: the Python of its own environment")
+
+
+def main(chosen: argparse.Namespace) -> int:
+    """Measure and show."""
+    race(chosen.model, chosen.tp, rounds=chosen.rounds, dtype=chosen.dtype, vllm=chosen.vllm)
+    return 0

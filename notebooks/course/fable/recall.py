@@ -1,4 +1,4 @@
-"""How well a model remembers: ``python -m course.fable.recall [--stories N]``.
+"""How well a model remembers.
 
 The model is given the openings of held-out stories and continues them greedily. The sentences of the plot are searched
 in the continuation, and each name, animal, colour, place and thing in them must be the one that the opening has
@@ -6,7 +6,6 @@ introduced. A right model is right nearly everywhere; with a broken cache or wro
 writes nonsense.
 """
 
-import argparse
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -14,10 +13,9 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from course.fable import CHECKPOINT, Story, plots, stories, words
+from course.fable import CHECKPOINT, Story, plots, words
 from course.fable.grammar import KINDS, SLOT
 from tplab.errors import TplabError
-from tplab.llm import LLM, SamplingParams
 
 # A body is at most about 150 tokens long. A longer continuation is no body of the plot.
 MAX_NEW_TOKENS = 192
@@ -75,22 +73,3 @@ def recall(generate: Generate, stories: Sequence[Story], folder: Path = CHECKPOI
     counts = {kind: [right for of, right in answers if kind in (of, "overall")]
               for kind in (*sorted({of for of, _ in answers}), "overall")}
     return {kind: (sum(rights), len(rights)) for kind, rights in counts.items()}
-
-
-def main():
-    parser = argparse.ArgumentParser(prog="python -m course.fable.recall", description=__doc__.split(":")[0])
-    parser.add_argument("--stories", type=int, default=200, help="number of held-out stories (200)")
-    parser.add_argument("--checkpoint", type=Path, default=CHECKPOINT, help="folder of the model (the embedded one)")
-    args = parser.parse_args()
-    with LLM(args.checkpoint, 1) as llm:
-        def generate(prompts, count):
-            outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=count))
-            return [output.outputs[0].token_ids for output in outputs]
-
-        counts = recall(generate, stories("held-out", args.stories), args.checkpoint)
-    for kind, (right, of) in counts.items():
-        print(f"{kind:<10}{100 * right / of:6.1f} %  {right}/{of}")
-
-
-if __name__ == "__main__":
-    main()

@@ -15,7 +15,3 @@ _HOMES = {name: home for home, names in {
     ".nb14": "texts_figure margins_figure orders_figure"}.items() for name in names.split()}
 __all__ = list(_HOMES)
 __getattr__ = lazy(__name__, _HOMES)
-
-
-def __dir__():
-    return __all__

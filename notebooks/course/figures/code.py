@@ -8,21 +8,23 @@ from html import escape
 from io import StringIO
 from textwrap import dedent, indent
 
+_TITLES = "broken", "right"
+
 
 class SideBySide:
     """Two pieces of code next to each other, the lines that differ marked. ``str()`` gives them one below the other."""
 
-    def __init__(self, titles: tuple[str, str], sources: tuple[str, str], folded: str = ""):
-        self.titles, self.sources, self.folded = titles, sources, folded
+    def __init__(self, broken: str, right: str, folded: str = ""):
+        self.sources, self.folded = (broken, right), folded
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
         return {"text/plain": str(self), "text/html": self._html()}
 
     def __str__(self) -> str:
-        return "\n\n".join(f"{title}:\n{indent(source, '    ')}" for title, source in zip(self.titles, self.sources))
+        return "\n\n".join(f"{title}:\n{indent(source, '    ')}" for title, source in zip(_TITLES, self.sources))
 
     def _html(self) -> str:
-        columns = zip(self.titles, self._marked(), ("#fbe3d6", "#d9f0e8"), ("✗", "✓"))
+        columns = zip(_TITLES, self._marked(), ("#fbe3d6", "#d9f0e8"), ("✗", "✓"))
         # Two columns in a window of 1400 pixels, in a narrow one below each other; a longer line goes on below itself.
         longest = min(48, max(len(line) for source in self.sources for line in source.splitlines()))
         cells = "".join(
@@ -69,14 +71,14 @@ def _compared(source: str) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-def side_by_side(broken, right, titles: tuple[str, str] = ("broken", "right"), folded: str = "") -> SideBySide:
+def side_by_side(broken, right, folded: str = "") -> SideBySide:
     """Broken code beside right code, with the lines that differ marked by ✗ and ✓ as well as by colour.
 
-    Both are source text, or functions and classes whose source can be read. ``titles`` are above them.
-    ``folded``: a line that hides both until a click opens it, if the learner must write the right code first.
+    Both are source text, or functions and classes whose source can be read. ``folded``: a
+    line that hides both until a click opens it, if the learner must write the right code first.
 
         >>> lesson.side_by_side(fault("nan_mask").broken, fault("nan_mask").right)
     """
     sources = [dedent(code if isinstance(code, str) else inspect.getsource(code)).strip("\n")
                for code in (broken, right)]
-    return SideBySide(titles, tuple(sources), folded)
+    return SideBySide(*sources, folded)

@@ -4,14 +4,13 @@
 """
 
 import ast
-import json
 import os
 import sys
 import time
 from datetime import datetime
 from pathlib import Path
 
-from course.lab.report import INDEX, MARK, Outcome, write_report
+from course.lab.report import INDEX, Outcome, write_report
 from tplab.checks import did_you_mean
 from tplab.errors import TplabError
 
@@ -99,35 +98,21 @@ def assign(notebooks: list[Path], pairs: list[tuple[str, str]]) -> tuple[dict[Pa
 
 
 def results_folder(out: str | None, notebooks: list[Path]) -> Path:
-    """Make the folder ``out`` (None: a new one under ``runs/``), empty of what an earlier run left of ``notebooks``.
+    """Make the folder ``out`` (None: a new one under ``runs/``).
 
-    Raises `TplabError` if it cannot be written, or if the results would overwrite a file that no run has written.
+    Raises `TplabError` if it cannot be written, or if it has a file already that the results would overwrite.
     """
     folder = Path(out) if out is not None else FOLDER.parent / "runs" / f"{datetime.now():%Y-%m-%d_%H-%M-%S.%f}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        old = [path for notebook in notebooks for path in (folder / f"{notebook.stem}.html", folder / notebook.name)]
-        old = [path for path in [*old, folder / INDEX] if os.path.lexists(path)]
-        for path in old:
-            asked_for = path.resolve() in [notebook.resolve() for notebook in notebooks]
-            if asked_for or not _is_result(path):
-                what = "is one of the notebooks to run" if asked_for else "was not written by an earlier run"
-                raise TplabError(f"{path} {what} and would be overwritten; --out must name another folder")
-        for path in old:
-            path.unlink()
-        return folder
     except OSError as error:
         raise TplabError(f"results cannot be written to {folder}: {error.strerror}; --out names a folder that can be "
                          "written") from error
-
-
-def _is_result(path: Path) -> bool:
-    """Whether a run wrote this file: papermill leaves its mark in a notebook, the report its own in a page."""
-    try:
-        text = "" if path.is_symlink() else path.read_text(encoding="utf-8")
-        return MARK in text if path.suffix == ".html" else "papermill" in json.loads(text)["metadata"]
-    except (ValueError, KeyError, TypeError):
-        return False
+    results = [folder / name for notebook in notebooks for name in (f"{notebook.stem}.html", notebook.name)]
+    for path in [*results, folder / INDEX]:
+        if os.path.lexists(path):
+            raise TplabError(f"{path} is there already and would be overwritten; --out must name another folder")
+    return folder
 
 
 def run_notebook(notebook: Path, parameters: dict, target: Path) -> Outcome:

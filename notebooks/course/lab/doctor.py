@@ -21,7 +21,6 @@ ROOT = Path(__file__).resolve().parents[3]
 PYTHON = shlex.quote(sys.executable)
 REINSTALL = (f"{PYTHON} -m pip install --editable {shlex.quote(f'{ROOT}[test]')} "
              f"--editable {shlex.quote(str(ROOT / 'notebooks'))}")
-FREE_MEMORY, FREE_DISK = 2e9, 2e9  # bytes: two ranks and Hugging Face's copy of smollm2 in fp32; its files and a run
 
 
 @dataclass(frozen=True)
@@ -38,17 +37,9 @@ class Finding:
 
 
 def machine():
-    """Python, cores, free memory and free disk."""
-    import psutil
-
+    """Python and cores."""
     yield Finding(f"Python {platform.python_version()} in {sys.prefix}, {os.cpu_count()} cores, {platform.system()} "
                   f"{platform.machine()}")
-    free = psutil.virtual_memory().available
-    yield Finding(f"{free / 1e9:.1f} GB of memory free",
-                  "" if free > FREE_MEMORY else "close other programs; fable runs, smollm2 may not", essential=False)
-    free = shutil.disk_usage(ROOT).free
-    yield Finding(f"{free / 1e9:.1f} GB of disk free",
-                  "" if free > FREE_DISK else "make room; smollm2 and its runs need 2 GB", essential=False)
 
 
 def packages(requirements=None):

@@ -12,7 +12,6 @@ from urllib.parse import quote, unquote
 
 from course.lab.store import without_live_views
 
-MARK = '<meta name="generator" content="tplab run">'  # in every page: a later run may overwrite it
 INDEX = "index.html"
 STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; color: #1b1b1b; background: #fff; max-width: 1000px;
@@ -75,7 +74,7 @@ def write_report(outcomes: list[Outcome], parameters: dict[str, str], out: Path)
         else:
             page, _ = exporter.from_notebook_node(notebook, resources={"metadata": {"name": outcome.name}})
             page = _FROM_AFAR.sub("", _TO_NOTEBOOK.sub(lambda link: _to_page(link, names), page))
-            _write(outcome.page, page.replace("<head>", f"<head>{MARK}", 1).replace("</head>", PAGE_STYLE, 1))
+            _write(outcome.page, page.replace("</head>", PAGE_STYLE, 1))
             shown = f'<a href="{quote(os.fsencode(outcome.page.name))}">{shown}</a>'
         result = (f'<td class="failed">failed: {escape(outcome.failure)}</td>' if outcome.failure
                   else '<td class="passed">passed</td>')
@@ -100,7 +99,7 @@ def _index(rows: list[str], parameters: dict[str, str], outcomes: list[Outcome])
     failed, count = sum(outcome.failure is not None for outcome in outcomes), len(outcomes)
     verdict = f"{failed} of {count} failed" if failed else f"all {count} passed" if count > 1 else "passed"
     return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8">{MARK}<meta name="viewport" content="width=device-width">
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>tplab run: {verdict}</title><style>{STYLE}</style></head><body><main>
 <h1>tplab run: {verdict}</h1>
 <p class="sub">{escape(values)} · {sum(outcome.seconds for outcome in outcomes):.1f} s</p>

@@ -11,7 +11,6 @@ than half of the time of one after the other. The tests of one file stay with on
 """
 
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -33,22 +32,12 @@ AVX2 = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+sse,+sse2,+sse3,+ss
         "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 
 
-def by_run_time() -> list[str]:
-    """The notebooks, the longest first by the run time in its header: at the end no worker waits long for another."""
-    def seconds(path: Path) -> int:
-        said = re.search(r"\*Run time\W[^\n]*?(\d+) seconds", path.read_text(encoding="utf-8"))
-        return int(said[1]) if said else 0
-
-    found = sorted((ROOT / "notebooks").glob("*.ipynb"), key=seconds, reverse=True)
-    return [f"notebooks/{path.name}" for path in found]
-
-
 # The only test of tests/engine that runs compiled code on a pool; threads and torchrun's ranks use the reference.
 ON_A_POOL = "tests/engine/test_engine_draft.py::test_on_real_ranks_and_the_fast_path"
-NBVAL = ["--nbval", "--no-loadscope-reorder"]
+NBVAL = ["--nbval", *sorted(f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb"))]
 # Of each part: its settings of the environment, and what pytest is told.
 PARTS = {"unit tests and notebooks with their solutions": ({}, ["--no-loadscope-reorder", "tests"]),
-         "notebooks against their stored text": ({}, [*NBVAL, *by_run_time()])}
+         "notebooks against their stored text": ({}, NBVAL)}
 FORMS = {"engine, held to AVX2": (AVX2, ["tests/fast", "tests/invariant", ON_A_POOL,
                                          "--ignore=tests/fast/test_fast_compiled.py"]),  # that file has its own forms
          "engine, with the fast path off": (OFF, ["tests/llm", ON_A_POOL, "--ignore=tests/llm/test_llm_torchrun.py"])}
@@ -57,7 +46,7 @@ FORMS = {"engine, held to AVX2": (AVX2, ["tests/fast", "tests/invariant", ON_A_P
 def notebooks_in_forms() -> dict[str, tuple[dict, list[str]]]:
     """Parts like ``PARTS``: every notebook in each form."""
     forms = {"held to AVX2": AVX2, "with the fast path off": OFF, "with two threads": TWO_THREADS}
-    return {f"notebooks, {form}": (settings, [*NBVAL, *by_run_time()]) for form, settings in forms.items()}
+    return {f"notebooks, {form}": (settings, NBVAL) for form, settings in forms.items()}
 
 
 def pytest_command(options: list[str]) -> list[str]:

@@ -1,15 +1,10 @@
-"""Notebook 13's instruments: a race that is decided beforehand, faults in layers of their own, what rows save."""
+"""Notebook 13's instruments: a race that is decided beforehand, faults in layers of their own."""
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from course.cost import overlap
-from course.exercises.nb13 import my_sequence_parallel_layer
 from tplab.align import align, diagnose_all
-from tplab.checkpoint import open_checkpoint
-from tplab.pool import shared_pool
-from tplab.shard import split_evenly
 
 pytestmark = pytest.mark.pool
 IDS = list(range(5, 22))
@@ -52,12 +47,3 @@ def test_each_fault_in_its_layer_is_found_with_the_others():
         found = diagnose_all(align("fable", IDS, patches=[overlap.in_layers(names, 6)]))
         assert {one.fault: one.where for one in found} == {
             name: f"layer {layer}: o_proj, mlp" for layer, name in names.items()}
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_by_rows_a_rank_saves_the_rows_of_the_others(ranks):
-    ckpt, tokens = open_checkpoint("fable"), 256  # attention holds most then
-    pool = shared_pool(ranks)
-    peaks = overlap.peak_bytes(ckpt, my_sequence_parallel_layer, tokens, torch.float32, pool)
-    saved = [4 * ckpt.config.hidden_size * (tokens - len(rows)) for rows in split_evenly(tokens, ranks)]
-    assert [a - b for a, b in zip(peaks["plain"], peaks["by rows"])] == saved
