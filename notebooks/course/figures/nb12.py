@@ -30,7 +30,7 @@ def experts_figure(plans: Mapping[str, ShardPlan]) -> Drawing:
             part, unit = shard.expert_mlp, _HIGH / plan.expert_intermediate_size
             for expert in shard.experts:
                 x, top, high = _LEFT + expert * wide, y + part.start * unit, len(part) * unit
-                body += box(x, top, wide - 4, high, fill, about=f"rank {shard.rank}")
+                body += box(x, top, wide - 4, high, fill)
                 if high > 12 and wide > 20:
                     body += write(x + wide / 2 - 2, top + high / 2, f"{shard.rank}", size=11, anchor="middle", ink=ink)
         details.append(f"{title}: " + "; ".join(f"rank {shard.rank} {plan.experts_of(shard).removesuffix(', ')}"

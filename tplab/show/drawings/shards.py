@@ -30,7 +30,7 @@ def plan_drawing(plan: ShardPlan, title: str = "", ends: bool = True) -> Svg:
         for x, dim, total, what in bars:
             held = getattr(shard, dim)
             at, long = 108 * held.start / total, 108 * len(held) / total
-            body += box(x, y, 108, 18, GREY, LINE) + box(x + at, y, long, 18, colour(shard.rank)[0], about=str(held))
+            body += box(x, y, 108, 18, GREY, LINE) + box(x + at, y, long, 18, colour(shard.rank)[0])
             body += write(x, y + 29, f"{held.start}–{held.stop - 1}", size=10.5)
             if shard.rank == 0:
                 body += write(x, top - 10, what, size=11)
@@ -42,15 +42,15 @@ def _heads(plan: ShardPlan, shard: RankShard, left: float, y: float, cell: float
     body = ""
     for head in range(plan.num_heads):
         x, here = left + head * cell, head in shard.q_heads
-        body += box(x, y, cell, 20, fill if here else GREY, "#fff", f"query head {head}")
+        body += box(x, y, cell, 20, fill if here else GREY)
         if here and cell >= 15:
             body += write(x + cell / 2, y + 10, str(head), size=10.5, anchor="middle", ink=ink)
     for kv in range(plan.num_kv_heads):
-        body += box(left + kv * group * cell + 1, y + 24, group * cell - 2, 17, GREY, "#fff", f"KV head {kv}")
+        body += box(left + kv * group * cell + 1, y + 24, group * cell - 2, 17, GREY)
         if kv in shard.kv_heads:
             reads = [head for head in shard.q_heads if head // group == kv]
             x, long = left + reads[0] * cell, len(reads) * cell
-            body += box(x + 1, y + 24, long - 2, 17, "#fff", fill, f"KV head {kv}, read by query heads {reads}")
+            body += box(x + 1, y + 24, long - 2, 17, "#fff", fill)
             body += write(x + long / 2, y + 33, f"KV {kv}" if long >= 38 else str(kv), size=10.5 if long >= 15 else 8,
                           anchor="middle", bold=True)
     return body
@@ -159,14 +159,13 @@ class ShardedWeight:
         start, long = rows.start * unit, len(rows) * unit
         x, y, w, h = (left, top + start, wide, long) if self.dim == 0 else (left + start, top, long, high)
         if not ranks:
-            return box(x, y, w, h, "none", LINE, "on no rank")
+            return box(x, y, w, h, "none", LINE)
         stripes = [ranks[i % len(ranks)] for i in range(1 if len(ranks) == 1 else 12)]
         body = ""
         for i, rank in enumerate(stripes):
             part = w / len(stripes)
             body += box(x + i * part, y, part + 0.5, h, colour(rank)[0], colour(rank)[0])
-        body += box(x, y, w, h, "none", "#fff",
-                    f"{'rows' if self.dim == 0 else 'columns'} {rows.start}–{rows.stop - 1}")
+        body += box(x, y, w, h, "none")
         if h < 14 or w < 14:
             return body
         names = " and ".join(map(str, ranks))

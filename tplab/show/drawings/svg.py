@@ -45,11 +45,9 @@ def write(x: float, y: float, text: str, *, size: float = 12, anchor: str = "sta
             f'fill="{ink}"{weight}{turn}>{escape(text)}</text>')
 
 
-def box(x: float, y: float, width: float, height: float, fill: str, stroke: str = "#fff", about: str = "") -> str:
-    """A rectangle, with ``about`` shown when the pointer rests on it."""
-    inside = f"<title>{escape(about)}</title>" if about else ""
-    return (f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{fill}" stroke="{stroke}">'
-            f"{inside}</rect>")
+def box(x: float, y: float, width: float, height: float, fill: str, stroke: str = "#fff") -> str:
+    """A rectangle."""
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" fill="{fill}" stroke="{stroke}"/>'
 
 
 def cell(x: float, y: float, width: float, height: float, fill: str, text: str, *, stroke: str = "#fff", **look) -> str:
