@@ -3,6 +3,7 @@ a bug in one part of a run, on one rank, in one layer; rows of NaN.
 """
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -252,10 +253,10 @@ def lost_at(point, row, value, decoding):
     return [Patch(target, wrong)]
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("point, row, decoding, tp", [
-    ("o_proj", 5, False, 2), ("mlp", 5, False, 2), ("attn", 5, False, 2), ("attn", -1, False, 1),
-    ("o_proj", 0, True, 2), ("mlp", 0, True, 3), ("v", 5, False, 2), ("attn", 0, True, 2)])
+@pytest.mark.parametrize("point, row, value, decoding, tp", [
+    ("o_proj", 5, math.nan, False, 2), ("mlp", 5, math.inf, False, 2), ("attn", 5, math.nan, False, 2),
+    ("attn", -1, math.inf, False, 1), ("o_proj", 0, math.inf, True, 2), ("mlp", 0, math.nan, True, 3),
+    ("v", 5, math.inf, False, 2), ("attn", 0, math.nan, True, 2)])
 def test_a_row_of_nan_has_its_place_and_no_name(models, point, row, value, decoding, tp):
     report = align_decode(models("llama"), prompts(67), new_tokens=4, tensor_parallel_size=tp, logical=True,
                           patches=lost_at(point, row, value, decoding))

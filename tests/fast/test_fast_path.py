@@ -53,9 +53,8 @@ def test_ends_are_as_close_to_float64_as_the_reference(tmp_path, pool, name, dty
     assert [diff.point for diff in report.diffs] == ["hidden", "logits", "k_cache", "v_cache"]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_ends_of_a_real_model(smollm2, two, dtype):
-    report = align_fast(smollm2, PROMPTS, dtype=dtype, tensor_parallel_size=2, pool=two)
+def test_ends_of_a_real_model(smollm2, two):
+    report = align_fast(smollm2, PROMPTS, dtype="bfloat16", tensor_parallel_size=2, pool=two)
     assert report.ok, str(report)
 
 

@@ -41,9 +41,9 @@ def greedy(folder, prompts, max_tokens, tp=2, dtype="float64", **options):
 def test_real_head_layouts_on_one_to_four_ranks(name, tmp_path):
     folder = make_checkpoint(tmp_path / "m", **shapes()[name])
     prompts = some_prompts(263, (5, 17, 1))
-    expected = hf_greedy(folder, prompts, 10)
+    expected = hf_greedy(folder, prompts, 6)
     for tp in (1, 2, 3, 4):
-        assert greedy(folder, prompts, 10, tp, max_model_len=64)[0] == expected, f"tp {tp}"
+        assert greedy(folder, prompts, 6, tp, max_model_len=64)[0] == expected, f"tp {tp}"
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +56,8 @@ def small(tmp_path_factory):
 
 
 @pytest.mark.parametrize("options", [
-    {"block_size": 1}, {"block_size": 3}, {"block_size": 64}, {"max_num_batched_tokens": 1},
-    {"max_num_batched_tokens": 7}, {"max_num_seqs": 1}, {"max_num_seqs": 2}, {"enable_prefix_caching": False},
+    {"block_size": 1, "max_num_batched_tokens": 7}, {"block_size": 64, "max_num_seqs": 1},
+    {"max_num_batched_tokens": 1}, {"max_num_seqs": 2, "enable_prefix_caching": False},
     {"num_blocks": 12, "block_size": 4}, {"num_blocks": 16, "block_size": 3, "max_num_batched_tokens": 5},
 ], ids=str)  # fmt: skip
 def test_scheduling_changes_nothing(small, options):
@@ -87,7 +87,7 @@ def test_rope_types_that_depend_on_the_length(tmp_path, rope):
                              max_positions=32 if rope == "dynamic" else 128)
     prompts = some_prompts(67, (5, 20, 30, 9))
     expected = hf_greedy(folder, prompts, 30)
-    for options in ({}, {"max_num_batched_tokens": 7, "block_size": 3},
+    for options in ({"max_num_batched_tokens": 7, "block_size": 3},
                     {"num_blocks": 10, "block_size": 8, "max_num_batched_tokens": 32}):
         assert greedy(folder, prompts, 30, max_model_len=64, **options)[0] == expected, options
 

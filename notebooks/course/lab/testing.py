@@ -32,7 +32,7 @@ AVX2 = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+sse,+sse2,+sse3,+ss
         "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 
 
-# The only test of tests/engine that runs compiled code on a pool; threads and torchrun's ranks use the reference.
+# Compiled code runs on a pool; threads and torchrun's ranks use the reference. Of tests/engine, one test has a pool.
 ON_A_POOL = "tests/engine/test_engine_draft.py::test_on_real_ranks_and_the_fast_path"
 NBVAL = ["--nbval", *sorted(f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb"))]
 # Of each part: its settings of the environment, and what pytest is told.
@@ -40,7 +40,7 @@ PARTS = {"unit tests and notebooks with their solutions": ({}, ["--no-loadscope-
          "notebooks against their stored text": ({}, NBVAL)}
 FORMS = {"engine, held to AVX2": (AVX2, ["tests/fast", "tests/invariant", ON_A_POOL,
                                          "--ignore=tests/fast/test_fast_compiled.py"]),  # that file has its own forms
-         "engine, with the fast path off": (OFF, ["tests/llm", ON_A_POOL, "--ignore=tests/llm/test_llm_torchrun.py"])}
+         "engine, with the fast path off": (OFF, ["tests/llm/test_llm_processes.py", ON_A_POOL])}
 
 
 def notebooks_in_forms() -> dict[str, tuple[dict, list[str]]]:
