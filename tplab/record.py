@@ -121,23 +121,23 @@ class record(AbstractContextManager):
                 another server computed or that was restored, and where drafted tokens were taken back. The keys and
                 values before this call's are then those of a recorded text with the same beginning, or Hugging Face's.
         """
-        given = dict(input_ids=input_ids, positions=positions, sequences=sequences)
-        given |= {f"texts {key}": ids for key, ids in (texts or {}).items()}
+        tensors = dict(input_ids=input_ids, positions=positions, sequences=sequences)
+        tensors |= {f"texts {key}": ids for key, ids in (texts or {}).items()}
         if texts and sequences is None:
             raise RecordError("texts={sequence: ids} names sequences by their numbers; give sequences too")
         try:
-            given = {name: torch.as_tensor(value) for name, value in given.items() if value is not None}
+            tensors = {name: torch.as_tensor(value) for name, value in tensors.items() if value is not None}
         except (TypeError, ValueError, RuntimeError) as error:
             raise RecordError(f"input_ids, positions and sequences must be whole numbers in lines of one length (-1 is "
                               f"padding), or flat: {error}") from None
-        for name, value in given.items():
+        for name, value in tensors.items():
             if value.numel() and not DTYPES.get(value.dtype, "").startswith(("I", "U")):
                 raise RecordError(f"{name} must be whole numbers, not {value.dtype}")
-        said = {name: value.tolist() for name, value in given.items()}
+        inputs = {name: value.tolist() for name, value in tensors.items()}
         if texts:
-            said["texts"] = {str(int(key)): said.pop(f"texts {key}") for key in texts}
+            inputs["texts"] = {str(int(key)): inputs.pop(f"texts {key}") for key in texts}
         with self._lock:
-            self._begin(**said)
+            self._begin(**inputs)
             self._ran = not self._watched
 
     def tensor(self, name: str, tensor: torch.Tensor) -> None:
@@ -188,13 +188,13 @@ class record(AbstractContextManager):
                 self._keep(name, "out", nth, type(module).__name__, output)
                 self._line(event="leave", name=name, error=None if error is known else error)
 
-    def _begin(self, **said):
+    def _begin(self, **inputs):
         self._end()
         self._call += 1
         self._files, self._open = _Files(self, f"call{self._call}"), defaultdict(list)
         self._count: Counter = Counter()
         self._skips = self._calls is not None and self._call not in self._calls
-        self._line(event="call", call=self._call, skipped=self._skips, **said)
+        self._line(event="call", call=self._call, skipped=self._skips, **inputs)
 
     def _end(self, error=None):
         if self._call >= 0:
@@ -305,15 +305,15 @@ def _plain(tensor):
         return None, f"{kind} cannot be kept: {type(error).__name__}: {' '.join(str(error).split())[:100]}"
 
 
-def _numbers(name, given):
-    """A sorted list of whole numbers; None if nothing was given."""
-    if given is None:
+def _numbers(name, numbers):
+    """A sorted list of whole numbers; None stays None."""
+    if numbers is None:
         return None
-    if isinstance(given, Iterable) and not isinstance(given, str):
-        given = list(given)
-        if all(type(number) is int for number in given):
-            return sorted(given)
-    raise RecordError(f"{name} must be whole numbers, such as [0, 1], not {given!r}")
+    if isinstance(numbers, Iterable) and not isinstance(numbers, str):
+        numbers = list(numbers)
+        if all(type(number) is int for number in numbers):
+            return sorted(numbers)
+    raise RecordError(f"{name} must be whole numbers, such as [0, 1], not {numbers!r}")
 
 
 @contextmanager
@@ -333,10 +333,10 @@ def _eager():
                 stance.__exit__(None, None, None)
 
 
-def _call(method, *given):
+def _call(method, *args):
     """Call a hook of a recorder that may be gone."""
     if method := method():
-        method(*given)
+        method(*args)
 
 
 def _run(folder):

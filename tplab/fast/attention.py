@@ -73,13 +73,13 @@ def add_values(weights, rows, v, slot, count, row, head_dim, y, to, is_first):
             sums = add_products(sums, weights, rows, n, v, slot + n * row + d)
         store_sums(sums, y, to, d, is_first)
     for g in range(len(rows)):
-        own = y[to[g] + whole:to[g] + head_dim]
+        rest = y[to[g] + whole:to[g] + head_dim]
         if is_first:
-            own[:] = 0
+            rest[:] = 0
         for n in range(count):
             weight, at = weights[rows[g] + n], slot + n * row + whole
-            for d in range(len(own)):
-                own[d] += weight * widened(v[at + d])
+            for d in range(len(rest)):
+                rest[d] += weight * widened(v[at + d])
 
 
 @inner
@@ -97,8 +97,8 @@ def paged_attention(q, k, v, kv_heads, kv_head, table, block_size, keys, scaling
             score_keys(q[g], k, slot, min(keys - first, block_size), block_size, row, scores, g * longest + first)
     weights, y = scores[group * longest:], q.reshape(group * head_dim)
     for g in range(group):
-        own = slice(g * longest, g * longest + keys)
-        scores[own.stop] = softmax(scores[own], scaling, weights[own])  # the factor of the result
+        of_query = slice(g * longest, g * longest + keys)
+        scores[of_query.stop] = softmax(scores[of_query], scaling, weights[of_query])  # the factor of the result
     for block in range((keys + block_size - 1) // block_size):
         first, g = block * block_size, 0
         slot, count = table[block] * block_size * row + kv_head * head_dim, min(keys - first, block_size)

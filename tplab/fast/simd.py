@@ -40,8 +40,8 @@ def _address(context, builder, kind, array, index, of=None):
 
 def _spread(builder, value, vector):
     """A vector with ``value`` in each lane."""
-    one = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(_INT, 0))
-    return builder.shuffle_vector(one, ir.Constant(vector, ir.Undefined), ir.Constant(_WORDS, [0] * LANES))
+    first_lane = builder.insert_element(ir.Constant(vector, ir.Undefined), value, ir.Constant(_INT, 0))
+    return builder.shuffle_vector(first_lane, ir.Constant(vector, ir.Undefined), ir.Constant(_WORDS, [0] * LANES))
 
 
 # Sums of a block of rows: ``rows`` rows, each of one panel's width.
@@ -287,19 +287,20 @@ def nap(typing, microseconds):
 
 def _tile(name):
     def code(context, builder, signature, args):
-        given = []
+        operands = []
         for kind, arg in zip(signature.args, args):
             if isinstance(kind, types.IntegerLiteral):
-                given.append(ir.Constant(_BYTE, kind.literal_value))
+                operands.append(ir.Constant(_BYTE, kind.literal_value))
             elif isinstance(kind, types.Array):
-                given.append(context.make_array(kind)(context, builder, arg).data)
+                operands.append(context.make_array(kind)(context, builder, arg).data)
             else:
-                given.append(arg)
-        if len(given) == 4:  # tile, array, index, bytes from row to row
-            given = [given[0], builder.bitcast(builder.gep(given[1], [given[2]]), _BYTE.as_pointer()), given[3]]
-        elif given and given[0].type != _BYTE:
-            given = [builder.bitcast(given[0], _BYTE.as_pointer())]
-        _call(builder, f"llvm.x86.{name}", ir.VoidType(), given)
+                operands.append(arg)
+        if len(operands) == 4:
+            tile, array, index, row_bytes = operands
+            operands = [tile, builder.bitcast(builder.gep(array, [index]), _BYTE.as_pointer()), row_bytes]
+        elif operands and operands[0].type != _BYTE:
+            operands = [builder.bitcast(operands[0], _BYTE.as_pointer())]
+        _call(builder, f"llvm.x86.{name}", ir.VoidType(), operands)
         return context.get_dummy_value()
     return code
 
