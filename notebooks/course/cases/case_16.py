@@ -11,15 +11,15 @@ my_num_accepted = engines_own("num_accepted")
 
 def num_accepted(draft, chosen):
     kept = min(1, len(draft))  # the first guess
-    for drafted, own in zip(draft[1:], chosen[1:]):  # compared with the choice after the guess before
-        if drafted != own:
+    for drafted, choice in zip(draft[1:], chosen[1:]):  # compared with the choice after the guess before
+        if drafted != choice:
             break
         kept += 1
     return kept
 
 
 def all_that_agree(draft, chosen):
-    return sum(drafted == own for drafted, own in zip(draft, chosen))
+    return sum(drafted == choice for drafted, choice in zip(draft, chosen))
 
 
 def long_ones(draft, chosen):
