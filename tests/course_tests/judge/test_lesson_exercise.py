@@ -1,8 +1,8 @@
-"""What an exercise needs: checks, caught errors, code side by side, the environment."""
+"""What an exercise needs: caught errors, the environment, answers without a name."""
 
 import pytest
 
-from course import figures, lab, lesson
+from course import lab, lesson
 from course.lab import doctor
 
 
@@ -10,21 +10,6 @@ def test_a_shown_error_is_printed_and_the_notebook_goes_on(capsys):
     with lesson.shown_error():
         raise ValueError("split_sizes sum to 96")
     assert capsys.readouterr().out == "ValueError: split_sizes sum to 96\n"
-
-
-def test_what_a_learner_is_to_write_is_folded_until_it_is_opened():
-    folded = figures.side_by_side("x = 1", "x = 2", folded="when yours passes <1>")._repr_mimebundle_()["text/html"]
-    assert folded.startswith("<details><summary>when yours passes &lt;1&gt;</summary>")
-    assert "<details" not in figures.side_by_side("x = 1", "x = 2")._repr_mimebundle_()["text/html"]
-
-
-def test_side_by_side_marks_the_lines_that_differ():
-    shown = figures.side_by_side("def f(x):\n    return x * 0\n", "def f(x):\n    y = 1 < x\n    return y\n")
-    html = shown._repr_mimebundle_()["text/html"]
-    assert html.count("✗ ") == 1 + 1 and html.count("✓ ") == 1 + 2  # a heading each, one line and two lines
-    assert "1 &lt; x" in html
-    assert str(shown) == "broken:\n    def f(x):\n        return x * 0\n\n" \
-                         "right:\n    def f(x):\n        y = 1 < x\n        return y"
 
 
 def test_cores_are_those_that_this_process_may_use(monkeypatch):
