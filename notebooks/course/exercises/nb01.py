@@ -15,11 +15,12 @@ def mask_scores(scores, mask):
 
 
 def scores_and_masks():
-    for *shape, dtype, scale in ((2, 3, 4, 6, torch.float32, 30), (1, 2, 3, 3, torch.bfloat16, 0.2),
-                                 (2, 2, 1, 5, torch.float32, 30)):
+    for *shape, dtype, scale in ((1, 1, 2, 2, torch.float32, 4), (2, 3, 4, 6, torch.float32, 30),
+                                 (1, 2, 3, 3, torch.bfloat16, 0.2), (2, 2, 1, 5, torch.float32, 30)):
         mask = torch.ones(shape[0], 1, *shape[2:], dtype=torch.bool).triu(shape[3] - shape[2] + 1)
         mask[1:, :, :, 0] = True  # the second sequence is shorter, and padded on the left
-        scores = (scale * torch.arange(0.0, torch.Size(shape).numel()).sin()).view(shape).to(dtype)
+        places = torch.arange(0.0, torch.Size(shape).numel()).view(shape)
+        scores = (places + 1 if places.numel() < 5 else scale * places.sin()).to(dtype)
         yield Example(scores, mask)
 
 
@@ -55,7 +56,7 @@ def fires(answer, tensor, name):
         found = answer(tensor, name)
     except AssertionError as error:
         message = str(error)
-    yield "it raises an AssertionError", message is not None
+    yield "an AssertionError is raised", message is not None
     if message is None:
         yield "it returns", found
         return
@@ -93,13 +94,15 @@ EXERCISES = [
             "(mask, -> (torch.ones_like(mask).triu(),",
         "hidden keys can still be seen: exp of their scores must be 0, and exp of 0 is 1": (
             'float("-inf") -> 0', 'scores.masked_fill(mask, float("-inf")) -> scores * ~mask'),
+        "softmax is in it, and scores must come back": 'float("-inf")) -> float("-inf")).softmax(-1)',
     }, observe=low_is_infinite, dims="sequence, head, query, key", within=0, writes="scores", patches=at(TARGET),
              place="hides the future from attention"),
     Exercise("01", my_assert_no_nan, with_nan, {
-        "nothing fires, not even where all is NaN (and NaN is equal to nothing, not even to NaN)": "share == 0 -> True",
-        "-inf is no NaN: it is how a mask hides keys": "torch.isnan(tensor) -> torch.isfinite(tensor).logical_not()",
-        "inf and -inf are no NaN, and their sum is one": "share == 0 -> not tensor.sum().isnan()",
-        "it fires always: is a pair of () missing?": "share == 0 -> not torch.isnan",
-        "one NaN among many is enough to fire": "share == 0 -> share < 0.001",
-    }, "on {ranks}, it fires with the mask that multiplies and is silent with the right one", fires,
+        "it never raises, not even where all is NaN (NaN is equal to nothing, not even to NaN)": "share == 0 -> True",
+        "-inf is not NaN: it is how a mask hides keys": "torch.isnan(tensor) -> torch.isfinite(tensor).logical_not()",
+        "inf and -inf are not NaN, but their sum is": "share == 0 -> not tensor.sum().isnan()",
+        "it always raises: is the condition the wrong way round, or is a pair of () missing?":
+            "share == 0 -> not torch.isnan",
+        "it must raise at a single NaN among many numbers, too": "share == 0 -> share < 0.001",
+    }, "on {ranks}, it raises with the mask that multiplies, and not with the right one", fires,
              engine=in_a_broken_engine)]

@@ -4,12 +4,14 @@ from dataclasses import replace
 
 import torch
 
+from course.judge.differ import kind
 from course.judge.exercise import Example, Exercise, Most, at
 from course.judge.toy_checkpoint import ToySource
 from course.judge.words import NotYet
 from course.judge.work import Multiplications, dealt, numbers, pair
 from tplab.align import reassemble
 from tplab.checkpoint.layout import read_part, tensor_parts
+from tplab.checks import counted
 from tplab.patch import Patch, applied, original
 from tplab.ranks import all_reduce, rank, world_size
 from tplab.shard import split_evenly
@@ -33,13 +35,14 @@ def of_a_rank(answer, size, *shapes):
     rows, alone = [dealt(shape[0], size)[rank()] for shape in shapes], len(shapes) == 1
     sources = [source_of(n, *shape) for n, shape in enumerate(shapes)]
     found = answer(*(sources + rows if alone else (sources, rows)))
-    yield f"for {', '.join(f'{each.start}:{each.stop}' for each in rows)} it returns", found
+    yield f"for rows {', '.join(f'{each.start}:{each.stop}' for each in rows)} it returns", found
     yield "the bytes that are read are", Most(sum(source.taken for source in sources), 1.01)
 
 
 def cuts(*cases):
     return lambda: [Example(size, *shapes, ranks=size, says=(
-        f"{', '.join(map(str, map(list, shapes)))} on {size} ranks, of numbers 500 · source + 20 · row + column"))
+        f"{counted(len(shapes), 'source')} {', '.join(map(str, map(list, shapes)))}, {size} ranks (row r of source n "
+        "holds 500 n + 20 r, 500 n + 20 r + 1, …)"))
         for size, *shapes in cases]
 
 
@@ -67,19 +70,18 @@ def dealt_evenly(answer, num_heads, num_kv_heads, size):
     """Any deal of heads in a row is right, if no rank has many more than another, and KV heads are those it reads."""
     deal, group = answer(num_heads, num_kv_heads, size), num_heads // num_kv_heads
     if not isinstance(deal, list | tuple) or len(deal) != size:
-        yield "it returns", deal, [("query heads", "KV heads")] * size
-        return
+        raise NotYet(f"it returns {kind(deal)}; a list of {counted(size, 'pair')}, one for each rank, must come back")
     deal = [pair(entry, "a pair for each rank, (query heads, KV heads),") for entry in deal]
     if any(not isinstance(heads, list | tuple | range) or len(heads) > 1000 for both in deal for heads in both):
         raise NotYet(f"rank 0 gets {deal[0]}: which heads are asked for, not how many: two ranges or lists")
     owned = [head for q, _ in deal for head in q]
     yield "the query heads of all ranks, in their order, are", owned, [*range(num_heads)]
     for r, (q, kv) in enumerate(deal):
-        yield f"rank {r} has a query head", bool(q), True
+        yield f"the number of query heads of rank {r} is", len(q), len(q) or "at least 1"
         reads = sorted({head // group for head in q})
         yield f"the KV heads of rank {r}, whose query heads are {q[0]} to {q[-1]}, are", [*kv], reads
     counts = [len(q) for q, _ in deal]
-    yield f"the ranks hold {counts} query heads, dealt out evenly", max(counts) - min(counts) <= group, True
+    yield f"the ranks have {counts} query heads, dealt out evenly", max(counts) - min(counts) <= group, True
 
 
 def dealt_so(answer) -> list[Patch]:
@@ -116,6 +118,10 @@ def multiplied(answer, x, up, down, bias):
 
 
 def linears():
+    for inner in (4, 5):  # each digit of the result is one inner feature's
+        yield Example(torch.ones(1, 1), torch.ones(inner, 1), 10.0 ** torch.arange(inner)[None], torch.tensor([0.5]),
+                      ranks=2, says=f"x [[1]], {inner} inner features, up all 1, down [[1, 10, 100, …]], bias [0.5], "
+                                    "2 ranks")
     for tokens, hidden, inner, size in ((5, 6, 8, 2), (5, 6, 9, 2), (4, 5, 4, 3), (1, 5, 11, 3)):
         dtype = torch.float64 if inner > 8 else torch.float32
         shapes = (tokens, hidden), (inner, hidden), (hidden, inner), (hidden,)
@@ -133,22 +139,21 @@ def models_own(setting):
 
 
 _READ = "range(first // group, (end - 1) // group + 1)"
-_Q = "range(first, end)"
 EXERCISES = [
-    Exercise("02", my_column_shard, cuts((2, (12, 14)), (3, (11, 4)), (3, (11,)), (2, (7, 6)), (2, (16, 3))), {
+    Exercise("02", my_column_shard, cuts((2, (5, 6)), (2, (12, 14)), (3, (11, 4)), (3, (11,)), (2, (16, 3))), {
         "these are the first rows; where do the rows of this rank begin?": "rows.start:rows.stop -> :len(rows)",
         "columns come back. A weight is [out, in]: which of the two is cut here?": "[rows -> [:, rows",
         "the rows are right, and all of the source was read for them: slice the source itself": "[rows -> [:][rows",
     }, SHARDS, of_a_rank, at("tplab.shard.linear.column_shard", "tplab.shard.embedding.column_shard"), in_the_engine,
-             within=0, place="cuts rows out of weights", alone=ALONE),
-    Exercise("02", my_merged, cuts((2, (16, 6), (5, 6), (5, 6)), (3, (16, 1), (4, 1), (4, 1)), (3, (7,), (5,), (9,)),
-                                   (2, (7, 4), (7, 4)), (2, (20, 5), (3, 5), (3, 5))), {
+             within=0, dims="row, column", place="cuts rows out of weights", alone=ALONE),
+    Exercise("02", my_merged, cuts((2, (5, 2), (4, 2), (4, 2)), (2, (16, 6), (5, 6), (5, 6)),
+                                   (3, (16, 1), (4, 1), (4, 1)), (3, (7,), (5,), (9,)), (2, (7, 4), (7, 4))), {
         "a range counts the rows of its own source, and here rows of the stacked sources are taken":
             "zip(sources, ranges) -> zip([torch.cat([s[:] for s in sources])], "
             "[range(ranges[0].start, ranges[0].start + sum(map(len, ranges)))])",
         "the rows are right, and all of the sources was read for them": "[rows -> [:][rows",
         "the first rows of each source come back": "rows.start:rows.stop -> :len(rows)",
-    }, SHARDS, of_a_rank, at("tplab.shard.linear.merged_shard"), in_the_engine, within=0,
+    }, SHARDS, of_a_rank, at("tplab.shard.linear.merged_shard"), in_the_engine, within=0, dims="row, column",
              place="stacks q, k and v, gate and up", alone=ALONE),
     Exercise("02", my_heads, lambda: [Example(*layout) for layout in (
         (8, 2, 2), (8, 2, 4), (9, 3, 2), (8, 2, 3), (14, 2, 3), (6, 6, 4), (15, 5, 2), (6, 1, 4), (32, 8, 3))], {
@@ -161,14 +166,11 @@ EXERCISES = [
             f"{_READ} -> range(rank * max(1, num_kv_heads // tensor_parallel_size), "
             "(rank + 1) * max(1, num_kv_heads // tensor_parallel_size))"),
         "KV heads go to the ranks in turn: neighbouring query heads share one": f"{_READ} -> [rank % num_kv_heads]",
-        "query heads are dealt out like cards; a rank keeps one slice of the weight, so its heads follow each other":
-            f"({_Q}, {_READ}) -> (range(rank, num_heads, tensor_parallel_size), range(num_kv_heads))",
         "what is left over is all on the last rank: can it be dealt out more evenly?":
             "r * num_heads // tensor_parallel_size -> "
             "r * (num_heads // tensor_parallel_size) if r < tensor_parallel_size else num_heads",
-        "every rank gets the first heads: they are counted in the whole model":
-            "range(first, end) -> range(end - first)",
-    }, "every head has its owner, and dealt out like this, the model agrees with Hugging Face on {ranks}", dealt_evenly,
+    }, "each query head is on one rank, with the KV head that it reads; on {ranks}, every trace point agrees with "
+       "Hugging Face", dealt_evenly,
              dealt_so, model_dealt_so, place="says who owns which heads", alone=ALONE),
     Exercise("02", my_linears, linears, {
         "each rank returns its own summand: where are they added up, and is the result of that used?": (
@@ -177,6 +179,8 @@ EXERCISES = [
             "r * (len(up) // world_size())"),
         "the bias is in the sum once for every rank": "summand) + bias -> summand + bias)",
         "the bias is missing": "+ bias -> ",
+        "inner features of different ranks are added up, and they are not the same ones":
+            "x @ up[first:end].T -> all_reduce(x @ up[first:end].T)",
         "every rank has computed everything":
             "all_reduce(summand) -> summand ;; up[first:end] -> up ;; [:, first:end] -> ",
         "what the division leaves over is on no rank":

@@ -148,11 +148,8 @@ EXERCISES = [
         "the tokens are numbered through, over all sequences: each sequence has positions of its own":
             f"torch.cat([{_EACH} for start, count in zip(starts, counts)]) -> torch.arange(sum(counts))",
         "each sequence begins at 0; starts says how many of its tokens are there": f"{_EACH} -> torch.arange(count)",
-        "counts says how many tokens are new, not where they end": f"{_EACH} -> torch.arange(min(start, count), count)",
         "positions count from 0: of a sequence with 3 tokens in the cache the next has position 3":
             f"{_EACH} -> torch.arange(start + 1, start + count + 1)",
-        "the last new token is missing: arange ends before its end":
-            f"{_EACH} -> torch.arange(start, start + count - 1)",
     }, "on {ranks}, prompts read in chunks and beside each other agree with Hugging Face", whole, under_the_engine,
              lambda setting, answer: setting.align_in_chunks(), dims="token", within=0,
              place="says where each token stands")]

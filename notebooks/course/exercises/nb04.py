@@ -5,7 +5,7 @@ import torch
 from course.contiguous_cache import ContiguousKVCache
 from course.judge.exercise import Example, Exercise, at
 from course.judge.words import NotYet
-from course.judge.work import numbers, pair
+from course.judge.work import numbers, pair, unchanged
 from tplab.checks import counted
 from tplab.model import NoCache, load_model
 from tplab.model.attention import causal_mask
@@ -48,7 +48,7 @@ def used(cls, layers, kv_heads, dim, steps, dtype):
             for name, one in zip("kv", both):
                 there = f"append to layer {layer}, {sum(steps[:n])} tokens there and {count} new"
                 yield f"{there}: for {name} it returns", one
-            yield "k and v, which are still needed, are as they were", qkv.equal(before)
+            unchanged("k or v", qkv.equal(before))
             qkv.fill_(77)
     first = pair(other.append(0, *(numbers(1, kv_heads, dim),) * 2), "the pair k, v of all tokens so far")
     yield "a second cache's first append gives tokens:", len(first[0])
@@ -91,8 +91,8 @@ def my_attend(q, k, v, mask, scaling):
 
 def attentions():
     for (batch, kv_heads, group, queries, keys, dim), starts, dtype, scaling in (
-            ((1, 1, 4, 5, 5, 16), (0,), torch.float32, 0.25), ((1, 2, 3, 1, 6, 8), (4,), torch.float32, 0.3),
-            ((2, 3, 2, 4, 7, 9), (3, 2), torch.float32, 0.3), ((1, 5, 2, 3, 5, 6), (1,), torch.bfloat16, 0.3)):
+            ((1, 1, 4, 5, 6, 16), (0,), torch.float32, 0.25), ((1, 2, 3, 1, 6, 8), (4,), torch.float32, 0.3),
+            ((2, 3, 2, 4, 8, 9), (3, 2), torch.float32, 0.3), ((1, 5, 2, 3, 5, 6), (1,), torch.bfloat16, 0.3)):
         q, k, v = (numbers(batch, heads, rows, dim, seed=heads + rows, dtype=dtype) for heads, rows in (
             (kv_heads * group, queries), (kv_heads, keys), (kv_heads, keys)))
         yield Example(q, k, v + 1, causal_mask(torch.tensor(starts)[:, None] + torch.arange(queries), keys), scaling,
@@ -146,6 +146,8 @@ EXERCISES = [
         "the scores are not multiplied with scaling": "* scaling -> ",
         "scaling is in it, and head_dim ** -0.5 besides": "* scaling -> * scaling * q.shape[-1] ** -0.5",
         "the mask is not used: tokens see the future": f".masked_fill(mask, {_INF}) -> ",
+        "hidden keys take part in the softmax: the mask comes before it": f".masked_fill(mask, {_INF}) ->  ;; "
+            "weights @ v -> weights.masked_fill(mask, 0) @ v",
         "True in the mask means: must not look. Yours looks just there": "(mask, -> (~mask,",
         "queries are counted from key 0 on, as is_causal and triu(1) do; the mask knows where they stand":
             "(mask, -> (torch.ones_like(mask).triu(1),",
@@ -159,11 +161,6 @@ EXERCISES = [
         "nothing is hidden": "> positions -> > keys + positions",
         "queries are counted from key 0 on; positions say where they stand":
             "positions[..., None] -> torch.arange(positions.shape[1])[:, None].expand(*positions.shape, 1)",
-        "queries are taken for the last ones of the keys; positions say where they stand":
-            "positions[..., None] -> "
-            "torch.arange(keys - positions.shape[1], keys)[:, None].expand(*positions.shape, 1)",
-        "the first position is known, and the others are counted from it":
-            "positions[..., None] -> (positions[:, :1] + torch.arange(positions.shape[1]))[..., None]",
     }, "on {ranks}, prompts in chunks and tokens behind them agree with Hugging Face", looks,
              at("tplab.model.attention.causal_mask", "tplab.cache.paged.causal_mask"), dims="sequence, 1, query, key",
              within=0, place="makes the mask", engine=lambda setting, answer: setting.align_in_chunks())]

@@ -27,18 +27,25 @@ def caches():
     for table, size, start, count in (
             ([1, 4, 3], 4, 5, 4), ([2, 0, 5], 3, 3, 1), ([3, 0], 5, 0, 7), ([3, 1, 4, 0], 2, 3, 2)):
         dtype = torch.bfloat16 if size == 2 else torch.float32
-        place = torch.arange(6.0 * size).view(6, size, 1, 1) + torch.tensor([0.25, 0.5]).view(2, 1)
-        new = -(torch.arange(count) + start + 1.0).view(-1, 1, 1)
-        yield Example(place.expand(6, size, 2, 3).to(dtype).contiguous(), table, start,
-                      new.expand(count, 2, 3).to(dtype).contiguous(),
-                      says=f"block table {table}, blocks of {size}, {start} tokens there and {count} new (each "
-                           "place of the cache holds its number, and new holds minus position - 1)")
+        cache, sign = 100 + torch.arange(6.0 * size), torch.tensor([1, -1]).view(2, 1).expand(2, 3)
+        for position in range(start):
+            cache[table[position // size] * size + position % size] = position
+        yield Example((cache.view(6, size, 1, 1) * sign).to(dtype), table, start,
+                      ((start + torch.arange(count)).view(-1, 1, 1) * sign).to(dtype),
+                      says=f"block table {table}, blocks of {size}, start {start} and {count} new keys")
 
 
 def written(answer, cache, block_ids, start, new):
-    found = answer(cache, block_ids, start, new)
-    for slot, row in enumerate(cache.flatten(0, 1)):
-        yield f"block {slot // cache.shape[1]}, place {slot % cache.shape[1]}, holds afterwards", row.clone()
+    def named(rows) -> list[str]:
+        numbers = [int(row[0, 0]) if row.eq(row[0, 0] * new.new_tensor([[1], [-1]])).all() else 999 for row in rows]
+        return [f"key {n}" if n < 100 else "another sequence's" if n < 999 else "other numbers" for n in numbers]
+
+    found, size = answer(cache, block_ids, start, new), cache.shape[1]
+    own = [block_ids[p // size] * size + p % size for p in range(start + len(new))]
+    for slot in sorted(range(len(cache) * size), key=lambda slot: slot in own):  # first what belongs to others
+        yield f"afterwards, block {slot // size}, place {slot % size} holds", *named(cache.flatten(0, 1)[slot][None])
+    if isinstance(found, torch.Tensor) and found.shape == (len(own), *new.shape[1:]):
+        yield "the rows that come back are", named(found)
     yield "it returns", found
 
 
@@ -67,10 +74,14 @@ def pairs():
                      ([[1, 23, 4]], [[12, 3, 4]]), ([[*a, 4]], [[7, 301, 8, 4]]), ([long], [other]),
                      ([a[:2]], [[*a[:2], 0]]), ([long, b], [other, b]), ([a, b, long], [b, a, long]),
                      ([long, b, b], [other, b, b])):
-        yield Example(one, two, says="the last of blocks " + " and of ".join(" ".join(map(str, x)) for x in (one, two)))
+        yield Example(one, two, says="the last block of " + " and of ".join(map(in_few_numbers, (one, two))))
     chance = random.Random(0)
     firsts = [[chance.randrange(50 if n % 2 else 150_000) for _ in a] for n in range(1_000)]
     yield Example(*([first] for first in firsts), *([first, b] for first in firsts), says="2,000 chains of blocks")
+
+
+def in_few_numbers(blocks) -> str:
+    return " ".join(str(one) if len(one) < 9 else f"[0, 1, …, {one[-2]}, {one[-1]}]" for one in blocks)
 
 
 def keys(answer, *chains):
@@ -118,7 +129,7 @@ class MyPool:
 
 def at_random(cls, num_blocks):
     """Operations beside the right counts, which say what each must do; any free block may be given."""
-    pool, users, chance, done = cls(num_blocks), [0] * num_blocks, random.Random(num_blocks), []
+    pool, users, chance, done = cls(num_blocks), [0] * num_blocks, random.Random(num_blocks), [f"MyPool({num_blocks})"]
     yield "a new pool: users is", pool.users, users
     for _ in range(300):
         block = chance.randrange(num_blocks)
@@ -126,22 +137,23 @@ def at_random(cls, num_blocks):
         if what == "share" and users[block] > 3:
             continue
         now = "allocate()" if what == "allocate" else f"{what}({block})"
-        after = f"operation {len(done) + 1}, after {', '.join(done[-3:]) or 'nothing'}: {now}"
+        after = f"operation {len(done)}, after {', '.join(done[-3:])}: {now}"
         done.append(now)
         if what == "allocate":
             found, is_free = pool.allocate(), 0 in users
             if not is_free:
                 yield f"{after} while no block is free gives", found, None
             else:
-                yield (f"{after} gives {found!r:.20}, the number of a free block",
-                       type(found) is int and found in range(num_blocks) and not users[found], True)
+                free = [number for number, count in enumerate(users) if not count]
+                yield f"{after} gives", found, found if type(found) is int and found in free else f"one of {free}"
                 users[found] += 1
         elif what == "release" and not users[block]:
             try:
-                raised = pool.release(block)
+                pool.release(block)
+                raised = "no error"
             except Exception as error:
                 raised = type(error).__name__
-            yield f"{after}, which no sequence uses, raises", raised, "ValueError"
+            yield f"{after}, of which users is 0, raises", raised, "ValueError"
         else:
             getattr(pool, what)(block)
             users[block] += 1 if what == "share" else -1
@@ -199,27 +211,20 @@ EXERCISES = [
             "block_ids[position // size] * size + position % size -> position"),
         "what comes back was read before the new tokens were written":
             "flat[slots[start:]] = new -> old = flat.clone(); flat[slots[start:]] = new ;; return flat -> return old",
-        "only the new tokens come back; a query looks at all before it":
-            "return flat[slots] -> return flat[slots[start:]]",
-        "the table is not used: blocks do not follow each other": "block_ids[position // size] -> (position // size)",
     }, "on {ranks}, every key and value goes where the table says and comes back in order", written, batches_through,
              in_blocks, dims="position, KV head, number", within=0, writes="cache", place="writes and reads the cache"),
     Exercise("05", my_key, pairs, {
-        "K and V depend on all before them: is the parent in the key?": "(parent, tuple(ids)) -> tuple(ids)",
-        "the parent's parent is forgotten: is all of the parent in the key?":
-            "hash((parent, tuple(ids))) -> (parent[1] if parent else (), tuple(ids))",
+        "keys and values depend on all tokens before them, too, and the parent is not in the key":
+            "(parent, tuple(ids)) -> tuple(ids)",
         "the order of the tokens counts": "tuple(ids) -> tuple(sorted(ids))",
-        "where does one number end?": "tuple(ids) -> ''.join(map(str, ids))",
-        "parent and tokens are added up, or xored: the order of the blocks counts":
-            "(parent, tuple(ids)) -> (parent or 0) ^ hash(tuple(ids))",
-        "the second time, it is another key: nothing would ever be found again":
+        "the same tokens get another key the second time, so no block would ever be found":
             "hash((parent, tuple(ids))) -> object()",
     }, "equal beginnings share a block, nothing else does; on {ranks} all points agree with Hugging Face", keys,
              at("tplab.cache.table.block_key"), shared, place="names full blocks"),
     Exercise("05", MyPool, lambda: [Example(3), Example(8)], {
-        "a block that two sequences use is free when the first one gives it back: count its users": "-= 1 -> = 0",
-        "what is given back twice would be handed out twice: a ValueError is asked for": (
+        "a block that two sequences use is free after the first release: subtract one user": "-= 1 -> = 0",
+        "a block that is released twice could be given to two sequences: raise a ValueError": (
             "raise ValueError -> str", "if not self.users[block] -> if False"),
-        "the block that is given out is not counted as used": "self.users[block] = 1 -> pass",
-    }, "300 random operations, then the engine in strict mode on {ranks}: every account agrees", at_random,
+        "allocate() does not count the first user of its block": "self.users[block] = 1 -> pass",
+    }, "300 random operations, and the engine with few blocks on {ranks}: all counts are right", at_random,
              pool_patches, short_of_blocks, place="hands out blocks")]

@@ -10,7 +10,7 @@ from course.exercises.own_engine import Stepper, layer_fits, listed, written
 from course.judge.exercise import Example, Exercise, Most, at
 from course.judge.toy_checkpoint import CountedCheckpoint, toy_model
 from course.judge.words import NotYet, in_words
-from course.judge.work import dealt, numbers, whole_numbers
+from course.judge.work import dealt, numbers, unchanged, whole_numbers
 from tplab.align import hf_greedy
 from tplab.align.points import layout
 from tplab.checks import counted
@@ -35,15 +35,21 @@ def my_embedding(ids, weight_here, rows):
 
 def words():
     several = [10, 0, 6, 3, 4, 2, 1, 7, 0, 10]
-    for size, ids, dtype in ((2, several, torch.float32), (2, [1, 0, 1], torch.float32), (2, several, torch.bfloat16),
-                             (3, several, torch.float32)):
-        yield Example(torch.tensor(ids), numbers(11, 14, dtype=dtype), ranks=size, says=f"words {ids}"
-                      f"{' in bfloat16' * (dtype == torch.bfloat16)}, of which rank 1 holds {dealt(11, size)[1]}")
+    for size, ids, dtype in ((2, [10, 0, 3], torch.float32), (2, [1, 0, 1], torch.float32),
+                             (2, several, torch.bfloat16), (3, several, torch.float32)):
+        yield Example(torch.tensor(ids), numbers(11, 14, dtype=dtype), ranks=size, says=f"ids {ids}"
+                      f"{' in bfloat16' * (dtype == torch.bfloat16)}, rank 1 of {size} with rows {dealt(11, size)[1]}")
 
 
 def looked_up(answer, ids, weight):
     rows = dealt(11, world_size())[rank()]
-    yield "it returns", answer(ids, weight[rows.start:rows.stop], rows)
+    found = answer(ids, weight[rows.start:rows.stop], rows)
+    if isinstance(found, torch.Tensor) and found.shape == (len(ids), weight.shape[1]):
+        known = {"zeros": 0 * weight[0]} | {str(n): row for n, row in enumerate(weight)} | {
+            f"{n} + {m}": row + weight[m] for n, row in enumerate(weight) for m in range(n + 1)}
+        yield "it returns the rows of", [next((of for of, one in known.items() if torch.allclose(one.double(), row)),
+                                              "other numbers") for row in found.double()]
+    yield "it returns", found
     yield "the collectives are", collectives()
 
 
@@ -55,9 +61,10 @@ def my_best_offer(offer_here):
 
 def scores():
     tie, nan = 2.5, float("nan")
-    for table in ([[-8.0, -2.0, -7.0], [5.0, 1.0, 2.0], [1.0, 0.5, 7.0], [0.5, tie, tie]], [[1.0, 2.0, 0.0]],
-                  [[-1.0, 2.0]], [[-3.0, -1.0], [-2.0, -4.0], [tie, tie]], [[1.0, 1.0 + 1e-12], [3.0, 1.0], [0.0, 4.0]],
-                  [[math.inf, nan]], [[1.0, nan, 2.0], [1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]):
+    for table in ([[5.0, 1.0], [1.0, 2.0]], [[-8.0, -2.0, -7.0], [5.0, 1.0, 2.0], [1.0, 0.5, 7.0], [0.5, tie, tie]],
+                  [[-1.0, 2.0, -3.0]], [[-3.0, -1.0], [-2.0, -4.0], [tie, tie]],
+                  [[1.0, 1.0 + 1e-12], [3.0, 1.0], [0.0, 4.0]], [[math.inf, nan]],
+                  [[1.0, nan, 2.0], [1.0, 0.0, 0.0], [0.0, 0.0, 1.0]]):
         ids = [[40 * r + 10 - 3 * row for r in range(len(table[0]))] for row in range(len(table))]
         yield Example(torch.tensor(table, dtype=torch.float64), torch.tensor(ids), ranks=len(table[0]),
                       says=f"scores {table} for tokens {ids}, a column for each rank")
@@ -67,7 +74,7 @@ def decided(answer, table, ids):
     offer = torch.stack([table[:, rank()], ids[:, rank()].double()], dim=-1)
     before = offer.clone()
     yield "it returns", answer(offer)
-    yield "offer_here is as it was", offer.allclose(before, equal_nan=True), True
+    unchanged("offer_here", offer.allclose(before, equal_nan=True))
     yield "the collectives are", collectives()
 
 
@@ -106,8 +113,8 @@ class Toy:
 
 def looped(answer, ids, count, draws):
     """Each token is computed once, where it stands, and the tokens that were drawn come back."""
-    toy = Toy(draws)
-    found, text, have = whole_numbers(answer(toy, ids, count), "the new ids"), list(ids), 0
+    toy, text, prompt, have = Toy(draws), list(ids), list(ids), 0
+    found = whole_numbers(answer(toy, ids, count), "the new ids")
     for number, (new, positions) in enumerate(toy.calls, 1):
         have = 0 if new == text and positions == [*range(len(text))] else have  # the whole text once more: slow
         yield f"call {number} has positions", positions, [*range(have, have + len(new))]
@@ -115,8 +122,8 @@ def looped(answer, ids, count, draws):
         have += len(new)
         text += [toy.drawn[number - 1]] * (have == len(text))
     yield "the number of new ids is", len(found), count
-    yield "it returns", found, text[len(ids):len(ids) + count]
-    yield "the tokens computed are", Most(sum(len(new) for new, _ in toy.calls), 1), Most(len(ids) + count - 1, 1)
+    yield "it returns", found, text[len(prompt):len(prompt) + count]
+    yield "the tokens computed are", Most(sum(len(new) for new, _ in toy.calls), 1), Most(len(prompt) + count - 1, 1)
     yield "the calls of step are", Most(len(toy.calls), 1), Most(count, 1)
 
 
@@ -238,29 +245,23 @@ def all_layers(setting, answer):
 
 _SUM = "all_reduce(found.masked_fill(~here[:, None], 0))"
 _ROWS = "weight_here[(ids - rows.start).where(here, 0)]"
-_BEST = "offers[range(len(offers)), winner, 1].long()"
-_NEXT = "step(new[-1:], [position])"
 EXERCISES = [
     Exercise("06", my_embedding, words, {
         "each rank returns the rows that it has: where does it get those of the other ranks?": (
             f"{_SUM} -> found.masked_fill(~here[:, None], 0)",
             f"{_ROWS} -> weight_here[ids % len(rows)] ;; {_SUM} -> found"),
         "for a word of another rank, its row 0 is added, and zeros must be": f"{_SUM} -> all_reduce(found)",
-        "what is a sum already is added up again": f"{_SUM} -> all_reduce({_SUM})",
-        "one all_reduce of the rows that a rank has is enough":
-            f"{_SUM} -> all_gather(found.masked_fill(~here[:, None], 0), dim=0).unflatten(0, (-1, len(ids))).sum(0)",
+        "ids count the rows of the whole matrix: subtract where this rank's rows begin":
+            f"{_ROWS} -> weight_here[(ids % len(rows)).where(here, 0)]",
     }, observe=looked_up, dims="token, number", place="looks words up", alone=ALONE,
              patches=lambda answer: [Patch("tplab.shard.embedding.VocabParallelEmbedding.forward",
                                            lambda self, ids: answer(ids, self.weight, self.rows))]),
     Exercise("06", my_best_offer, scores, {
         "rank 0's token comes back for every sequence: which rank is best for each of them?": "winner, 1] -> 0, 1]",
-        "that is the number of the rank with the best score; which token does it offer?": f"{_BEST} -> winner",
-        "the rank that is best for sequence 0 is taken for all":
-            "offers[:, :, 0].argmax(dim=-1) -> offers[0, :, 0].argmax().expand(len(offers))",
+        "that is the number of the rank with the best score; which token does it offer?":
+            "offers[range(len(offers)), winner, 1].long() -> winner",
         "NaN counts as the largest, as in torch.argmax; else a broken model would go unnoticed":
             "offers[:, :, 0].argmax -> offers[:, :, 0].nan_to_num(-1e9).argmax",
-        "two scores differ in the twelfth digit: have they lost digits on the way?":
-            "offers[:, :, 0].argmax -> offers[:, :, 0].float().argmax",
         "two ranks offer the same score. torch.argmax over the whole vocabulary takes the lowest id":
             "offers[:, :, 0].argmax(dim=-1) -> offers.shape[1] - 1 - offers[:, :, 0].flip(1).argmax(dim=-1)",
     }, "on {ranks}, three sequences get the tokens of Hugging Face", decided, at("tplab.engine.sampler.best_offer"),
@@ -270,12 +271,9 @@ EXERCISES = [
         "positions count from 0: behind a prompt of n tokens, the first new one stands at n":
             "[position] -> [position + 1]",
         "the text so far is computed anew in every step: the engine keeps keys and values":
-            f"{_NEXT} -> step(ids + new, range(len(ids) + len(new)))",
+            "step(new[-1:], [position]) -> step(ids + new, range(len(ids) + len(new)))",
         "one call too many: nothing reads the token that comes after the last one":
             "count - 1 -> count ;; return new -> return new[:-1]",
-        "the first new token is missing: which call has drawn it?": "return new -> return new[1:]",
-        "the prompt is read token by token, and it can be read at once":
-            "new = [step(ids, range(len(ids)))] -> new = [[step([t], [p]) for p, t in enumerate(ids)][-1]]",
     }, "on {ranks}, 24 tokens are Hugging Face's", looped, engine=in_a_loop,
              place="is the loop around it all"),  # it calls the engine: see own_engine.py
     Exercise("06", MyLayer, lambda: [
@@ -288,10 +286,8 @@ EXERCISES = [
             "torch.arange(start, len(k))[:, None] -> torch.arange(len(q))[:, None]",
         "the cache is not used: where are the keys and values of earlier tokens?":
             "torch.cat([self.k, k]), torch.cat([self.v, v]) -> k, v ;; start = len(self.k) -> start = 0",
-        "the MLP's summand is not added up over the ranks": "all_reduce(inner @ self.down.T) -> inner @ self.down.T",
         "the two norms have changed places": "self.norm1, self.norm2 -> self.norm2, self.norm1",
-        "each weight is read whole: slice before you keep": "weight\"][:, mlp] -> weight\"][:][:, mlp]",
         "hidden comes back as it went in": "def __call__(self, hidden, cos, sin, point): -> "
             "def __call__(self, hidden, cos, sin, point): return hidden\n    def other(self, hidden, cos, sin, point):",
     }, "every point that it gives is Hugging Face's, two sums a pass, and all layers of the model on {ranks} write "
-       "its text", layer_in_steps, engine=all_layers, dims="")]
+       "its text", layer_in_steps, engine=all_layers, dims="token")]

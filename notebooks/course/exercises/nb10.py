@@ -1,5 +1,6 @@
 """Notebook 10: what a decode step reads, and what collectives add to it."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 from course.judge.exercise import Example, Exercise
@@ -27,10 +28,19 @@ def layouts():
                           f"rank {shard.rank}, 11 layers, {context} tokens, itemsize {itemsize}")
 
 
-def bytes_read(answer, *args):
-    """Norms, biases and one row of the embedding are less than a hundredth; someone who counts them is right, too."""
-    found, right = one_number(answer(*args), "bytes"), my_decode_bytes(*args)
-    yield "the bytes are", right if right <= found * (1 + 1e-9) and found <= 1.01 * right else round(found)
+def bytes_read(answer, config, shard, context, itemsize):
+    """Part by part: what is gone without it. Norms, biases and one row of the embedding are less than a hundredth;
+    someone who counts them is right, too."""
+    def both(context, **none) -> list[float]:
+        args = config, replace(shard, **none), context, itemsize
+        return [one_number(one(*args), "bytes") for one in (answer, my_decode_bytes)]
+
+    none, whole = range(0), both(context)
+    for part, rest in (("shard.vocab", both(context, vocab=none)), ("shard.mlp", both(context, mlp=none)),
+                       ("context", both(0)), ("", both(0, vocab=none, mlp=none))):
+        found, right = (all_of_it - less for all_of_it, less in zip(whole, rest)) if part else rest
+        yield (f"the bytes that {part} adds are" if part else "the bytes of q, k, v and o alone are",
+               round(right if -1e-9 * whole[1] <= found - right <= 0.01 * whole[1] else found), round(right))
 
 
 def notebooks_model(setting):
@@ -61,8 +71,6 @@ EXERCISES = [
         "k and v have KV heads, and query heads are counted": "(q + 2 * kv) -> 3 * q",
         "an MLP has three matrices: gate, up and down": "3 * h * columns -> 2 * h * columns",
         "the head is not counted: each rank reads its rows of it": " + h * len(shard.vocab) -> ",
-        "all query heads of the model are counted, and a rank has its own": "len(shard.q_heads) -> config.num_heads",
-        "the end of a range is taken for its length": "len(shard.mlp) -> shard.mlp.stop",
         "only the head is counted: where are the layers?": "config.num_layers * layer -> 0",
     }, "every matrix of the rank once, and its cache", bytes_read, engine=lambda setting, answer: None,
              more=notebooks_model),
@@ -71,7 +79,6 @@ EXERCISES = [
             "max(rank_bytes) -> sum(rank_bytes) / len(rank_bytes)",
             "max(rank_bytes) -> sum(rank_bytes) / len(rank_bytes) ;;  + collectives * latency -> "),
         "ranks work at the same time; none reads for the others": "max(rank_bytes) -> sum(rank_bytes)",
-        "rank_bytes are a rank's own: they are divided already": "max(rank_bytes) -> max(rank_bytes) / len(rank_bytes)",
         "there are two collectives in a layer, behind attention and behind the MLP":
             "2 * num_layers + 2 -> num_layers + 2",
         "beside the layers there is a collective behind the embedding, and one for the best tokens":

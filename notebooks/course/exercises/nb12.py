@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 from course.judge.exercise import Example, Exercise, Most
 from course.judge.toy_checkpoint import toy_experts
-from course.judge.work import IDS, Multiplications, numbers
+from course.judge.work import IDS, Multiplications, numbers, unchanged
 from tplab.model.trace import point
 from tplab.patch import Patch
 from tplab.ranks import all_reduce, rank, world_size  # noqa: F401  (an edit of a reference may need it)
@@ -50,7 +50,7 @@ def on_a_rank(answer, x, weights, ids, held, cut, gate_up, down):
     before = [one.clone() for one in (x, weights, ids)]
     with Multiplications() as work:
         yield "it returns", answer(x, weights, ids, experts, torch.cat([gate, up], 1), own)
-    yield "x, weights and ids are as they were", all(map(torch.equal, before, (x, weights, ids))), True
+    unchanged("x, weights or ids", all(map(torch.equal, before, (x, weights, ids))))
     rows = sum(int((ids == expert).sum()) for expert in experts)
     yield "the numbers multiplied on this rank are", Most(work.count, 1), Most(rows * 3 * x.shape[1] * len(columns), 1)
 
@@ -91,6 +91,8 @@ EXERCISES = [
         "no weight is in it: each expert's output is multiplied by its weight": " * weights[rows, place, None] -> ",
         "gate and up are exchanged: which half of gate_up goes through silu?": "gate, up = -> up, gate =",
         "gate and up are both put through silu; only gate is": "F.silu(gate) * up -> F.silu(gate) * F.silu(up)",
+        "the weights of another choice are taken: place says where in ids the expert stands":
+            "weights[rows, place, None] -> weights[rows, :1]",
         "where a token has two experts on a rank, the second overwrites the first: add them up":
             f"{_WEIGHED} -> summand[rows] = out * weights[rows, place, None]",
     }, "each token has its experts' sum, with one all_reduce and no row too many; on {ranks}, the model agrees with "

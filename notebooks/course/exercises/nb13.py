@@ -9,7 +9,7 @@ from course.cost.overlap import SUMMANDS, scattered, sizes_here
 from course.judge.exercise import Example, Exercise, Most
 from course.judge.toy_checkpoint import toy_model
 from course.judge.words import NotYet
-from course.judge.work import IDS, numbers
+from course.judge.work import IDS, numbers, unchanged
 from tplab.checks import counted
 from tplab.model.trace import point
 from tplab.patch import Patch, original
@@ -114,8 +114,10 @@ class Ring:
 
 def summands():
     for hidden, sizes in ROWS:
-        yield Example(numbers(len(sizes), sum(sizes), hidden, seed=sum(sizes)), list(sizes), ranks=len(sizes),
-                      says=f"{sum(sizes)} tokens, of which the ranks keep {'/'.join(map(str, sizes))}")
+        ten = 10.0 ** torch.arange(len(sizes)).view(-1, 1, 1)  # each digit of a sum is one rank's
+        yield Example((ten * torch.arange(1.0, sum(sizes) + 1).view(-1, 1)).expand(-1, -1, hidden).contiguous(),
+                      list(sizes), ranks=len(sizes), says=f"sizes {list(sizes)}, and on rank r rows of 1 · 10^r, 2 · "
+                                                          "10^r, …")
 
 
 def passed(answer, x, sizes):
@@ -166,7 +168,7 @@ def calls(answer, x, norms, mix, up, bias, sizes):
     found = answer(own, sizes, part("input_norm", norm(0)),
                    part("attention", lambda rows: torch.tanh(rows.cumsum(0)) @ mix[r] + once),
                    part("post_norm", norm(1)), part("mlp", lambda rows: torch.relu(rows) @ up[r] + once))
-    yield "own is as it was", own.equal(x.split(sizes)[r]), True
+    unchanged("own", own.equal(x.split(sizes)[r]))
     yield "the parts are called in the order", [name for name, _ in seen]
     for name, rows in seen:
         yield f"{name} is given", rows
@@ -220,12 +222,9 @@ EXERCISES = [
             "range(len(sizes) - 1) -> range(0) ;; rank() - 1 -> rank()",
         "each rank ends with the sum of another rank's rows: with whose rows must a rank begin?":
             "at = x.split(sizes), rank() - 1 -> at = x.split(sizes), rank()",
-        "what comes in is passed on as it is: where is a rank's own summand added?":
-            "pass_on(summed) + rows[at % len(sizes)] -> pass_on(summed)",
-        "one message too few: with n ranks there are n - 1": "range(len(sizes) - 1) -> range(len(sizes) - 2)",
         "rows come from the rank before, so the number of the rank that keeps them gets smaller with each message":
             "at -= 1 -> at += 1",
-    }, "every rank keeps the sum of its rows, and no number travels that need not; on {ranks}, with an all-gather "
+    }, "every rank returns the sum of its rows, and no row is sent twice; on {ranks}, with an all-gather "
        "behind it, it takes the place of the engine's all_reduce", passed, reduced_by, in_the_engine,
              dims="row, hidden", alone=ALONE),
     Exercise("13", my_sequence_parallel_layer, toys, {
@@ -240,7 +239,8 @@ EXERCISES = [
         "the second residual is what came into the layer; attention belongs to it":
             "    own = own ->     first = own\n    own = own ;; return own -> return first",
         "a rank goes on with its own summand of its rows: where are the others' added?":
-            f"{_ATTENDS} -> attention(all_gather(input_norm(own), 0, sizes)).split(sizes)[rank()]",
+            (f"{_ATTENDS} -> attention(all_gather(input_norm(own), 0, sizes)).split(sizes)[rank()]",
+             f"{_MLP} -> mlp(all_gather(post_norm(own), 0, sizes)).split(sizes)[rank()]"),
         "a norm is given all rows, of which a rank keeps its own: normalise before you gather": (
             "all_gather(input_norm(own), 0, sizes) -> input_norm(all_gather(own, 0, sizes))",
             f"own = own + {_ATTENDS} -> own = all_gather(own, 0, sizes); "

@@ -38,45 +38,64 @@ def my_speculate(step, propose, ids, count):
 class Toy:
     """The model's choice after a token depends on all tokens in the cache up to it; all calls are kept."""
 
-    def __init__(self, guesses: int):
+    def __init__(self, guesses: int, ids: list[int]):
         self.cache, self.calls, self.guesses, self.asked = {}, [], guesses, []
+        self.text, self.prompt, self.have = list(ids), len(ids), 0  # have: tokens of the text that are in the cache
 
     def __call__(self, new_ids, positions) -> list[int]:
         new_ids, positions = listed("new_ids", new_ids), listed("positions", positions)
         if len(new_ids) != len(positions) or not new_ids:
             raise ValueError(f"step was given {len(new_ids)} tokens and {len(positions)} positions")
+        if positions[0] > self.have:
+            raise NotYet(f"call {len(self.calls) + 1} begins at position {positions[0]}, and the cache holds only "
+                         f"{self.have} tokens of the text")
         self.cache.update(zip(positions, new_ids))
-        self.calls.append((new_ids, positions))
+        choices = [self.choice([self.cache.get(p, 0) for p in range(position + 1)]) for position in positions]
+        self.calls.append((new_ids, positions, choices))
         if len(self.calls) > 100:
             raise NotYet("step has been called 100 times by now: what ends the loop? The latest call is given "
                          f"{new_ids[:4]} at positions {positions[:4]}")
-        return [self.choice([self.cache.get(p, 0) for p in range(position + 1)]) for position in positions]
+        while self.cache.get(self.have) == self.greedy(self.have + 1)[-1]:
+            self.have += 1
+        return list(choices)
+
+    def greedy(self, count: int) -> list[int]:
+        """The first ``count`` tokens of the text that plain greedy decoding writes."""
+        while len(self.text) < count:
+            self.text.append(self.choice(self.text))
+        return self.text[:count]
 
     def choice(self, tokens: list[int]) -> int:
         again = len(tokens) % 12 and len(tokens) > 3  # so guesses of all lengths are right, and of all lengths are not
         return tokens[-4] if again else (3 * sum(tokens) + len(tokens)) % 5
 
     def propose(self, token_ids) -> list[int]:
-        self.asked.append(listed("token_ids", token_ids))
-        return list(propose(self.asked[-1], self.guesses))
+        tokens, text = listed("token_ids", token_ids), self.greedy(self.have + 1 if self.calls else self.prompt)
+        if tokens != text:
+            after = "after call {} computes {} and gives {}, ".format(len(self.calls), *self.calls[-1][::2]) if (
+                self.calls) else ""
+            same = len(self.asked[-1]) if self.asked and tokens[:len(self.asked[-1])] == self.asked[-1] else 0
+            raise NotYet(f"{after}guesses are asked for a text whose new tokens are {tokens[same:]}, and {text[same:]} "
+                         "is right")
+        self.asked.append(tokens)
+        return list(propose(tokens, self.guesses))
 
 
 def guessed(answer, ids, count, guesses):
     """Each call goes on where the cache ends, with the text's tokens first; the text is greedy decoding's."""
-    toy, text, have, known = Toy(guesses), list(ids), 0, len(ids)
-    while len(text) < len(ids) + count + guesses + 1:
-        text.append(toy.choice(text))
-    found = whole_numbers(answer(toy, toy.propose, list(ids), count), "the new ids")
-    for number, (new, positions) in enumerate(toy.calls, 1):
+    toy, prompt, have, known = Toy(guesses, ids), list(ids), 0, len(ids)
+    text = toy.greedy(len(ids) + count + guesses + 1)
+    found = whole_numbers(answer(toy, toy.propose, ids, count), "the new ids")
+    for number, (new, positions, _) in enumerate(toy.calls, 1):
+        yield f"call {number} begins at position", positions[0], have
         yield f"call {number} has positions", positions, [*range(have, have + len(new))]
         begins = f"call {number}, of position {have} on, begins with the text's tokens"
         yield begins, new[:known - have], text[have:known]
         accepted = next((n for n, pair in enumerate(zip(new, text[have:])) if pair[0] != pair[1]), len(new))
         have, known = have + accepted, have + accepted + 1
-    for number, tokens in enumerate(toy.asked, 1):
-        yield f"the text for which guesses are asked, time {number}, is", tokens, text[:len(tokens)]
     yield "the number of new ids is", len(found), count
-    yield "it returns", found, text[len(ids):len(ids) + count]
+    yield "it returns", found, text[len(prompt):len(prompt) + count]
+    yield "before the first guesses, the text has tokens:", len(toy.asked[0]) if toy.asked else 0
     yield "the calls of step are", len(toy.calls)
     yield "the times that guesses are asked for are", len(toy.asked)
 
@@ -121,7 +140,8 @@ def my_full_blocks(have, draft, chosen, block_size):
 
 def drafts():
     for have, draft, chosen, size in (
-            (5, [7, 8, 9], [7, 3, 9, 4], 4), (4, [7, 8, 9], [7, 8, 9, 4], 4), (8, [], [5], 4), (0, [], [1], 2),
+            (5, [7, 8, 9], [7, 3, 9, 4], 4), (5, [7, 8, 9], [7, 8, 3, 4], 4), (4, [7, 8, 9], [7, 8, 9, 4], 4),
+            (8, [], [5], 4), (0, [], [1], 2),
             (11, [1, 2, 3, 4], [9, 2, 3, 4, 5], 4), (2, [6, 1], [6, 2, 1], 5), (4, [5, 5], [5, 5, 5], 2),
             (6, [1, 2, 3], [1, 9, 3, 4], 3)):
         yield Example(have, draft, chosen, size)
@@ -147,7 +167,6 @@ def found_by_others(setting, answer):
     setting.align(decode=True, **scenario("rejected_draft_findable", setting.checkpoint.config.vocab_size))
 
 
-_KEEP = "text += draft[:kept] + [chosen[kept]]"
 EXERCISES = [
     Exercise("15", my_speculate, lambda: [
         Example(*one, says=f"prompt {one[0]}, {one[1]} new, at most {one[2]} guesses") for one in (
@@ -158,12 +177,8 @@ EXERCISES = [
         "rejected guesses are counted as tokens in the cache; their keys have to be computed anew":
             "have = len(text) - 1 -> have += len(new)",
         "a guess that the model did not choose stays in the text": "draft[kept] == chosen[kept] -> True",
-        "the model's choice after the accepted guesses is missing: another one comes after them":
-            f"{_KEEP} -> text += draft[:kept] + [chosen[0]]",
         "more ids come back than are asked for: an accepted guess can be one too many":
             "return text[len(ids):len(ids) + count] -> return text[len(ids):]",
-        "guesses are asked for the new tokens alone, and not for the whole text":
-            "propose(text) -> propose(text[len(ids):])",
     }, "no rejected token stays, in the text or in the cache; on {ranks}, the text is plain greedy's", guessed,
              engine=in_the_engine),
     Exercise("15", my_full_blocks, drafts, {
@@ -172,6 +187,5 @@ EXERCISES = [
         "the newest token is computed in this step, too": "have + 1 + kept -> have + kept",
         "a guess after a wrong one is counted: the model chose it after another text":
             "kept = 0 -> kept = sum(a == b for a, b in zip(draft, chosen)) ;; while -> while False and ",
-        "a block that is not yet full is counted": "(have + 1 + kept) // -> (have + kept + block_size) //",
     }, "only blocks of accepted tokens can be found; on {ranks}, a second prompt that contains rejected guesses agrees "
        "with Hugging Face", patches=published_by, engine=found_by_others)]

@@ -23,14 +23,17 @@ def differs(value, right, within: float, dims: str = "", what: str = "it returns
         if len(value) == len(right):
             return next((f"{what} {_short(value)}, and {_short(right)} is right" for one, two in zip(value, right)
                          if differs(one, two, within)), "")
+        lacks = next((one for one in right if one not in value), None) if len(right) > len(value) else None
+        if lacks is not None and len(_short(right)) > 90:
+            return f"{what} {kind(value)}, and a list of {len(right)} is right, with {quoted(lacks)} too"
     elif isinstance(right, dict) and isinstance(value, dict) and value.keys() == right.keys():
         return next(filter(None, (differs(value[key], right[key], within, dims, f"{what}, for {key!r},")
                                   for key in right)), "")
     elif not isinstance(right, _PLAIN) or _equal(value, right, within):
         return ""  # an object of the exercise's own is watched by its observer
     if isinstance(right, bool) and isinstance(value, bool):
-        return f"{what}: " + ("this must be so, and is not" if right else "this must not be so, and is")
-    return f"{what} {kind(value)}, and {'None' if right is None else kind(right)} is right"
+        return f"expected, and not so: {what}" if right else f"{what}, and must not"
+    return f"{what} {kind(value, what)}, and {'None' if right is None else kind(right)} is right"
 
 
 def _equal(value, right, within: float) -> bool:
@@ -56,7 +59,7 @@ def _tensors(value, right: torch.Tensor, within: float, dims: str, what: str) ->
     wanted = "must come back" if what.endswith("returns") else "is right"
     must = f"[{dims}] = {list(right.shape)}" if len(names) == right.dim() > 0 else f"a tensor {list(right.shape)}"
     if not isinstance(value, torch.Tensor):
-        return f"{what} {kind(value)}; {must} {wanted}"
+        return f"{what} {kind(value, what)}; {must} {wanted}"
     if value.device.type != "cpu" or value.layout != torch.strided:
         return f"{what} a tensor on {value.device} with layout {value.layout}; an ordinary one {wanted}"
     if value.shape != right.shape:
@@ -65,6 +68,8 @@ def _tensors(value, right: torch.Tensor, within: float, dims: str, what: str) ->
         return f"{what} {list(value.shape)}; {must} {wanted}{whose}"
     if value.dtype != right.dtype:
         return f"{what} {value.dtype}; {right.dtype} {wanted}"
+    if right.dim() == 1 and right.numel() <= 20 and not right.is_floating_point():
+        return differs(value.tolist(), right.tolist(), 0, what=what)
     said = where(value, right, within, names)
     return said and (said if what == "it returns" else f"{what}: {said}")
 
@@ -79,22 +84,49 @@ def where(value: torch.Tensor, right: torch.Tensor, within: float, names: Sequen
     bad = ~torch.isclose(value, right, rtol=0, atol=most, equal_nan=True)
     if not bad.any():
         return ""
-    names, at = [*names, *["number"] * (right.dim() - len(names))], bad.nonzero()[0].tolist()
+    names, at = [*names, *["number"] * (right.dim() - len(names))][:right.dim()], bad.nonzero()[0].tolist()
     parted = [(name, bad.movedim(dim, 0).reshape(n, -1).any(1).nonzero().flatten().tolist(), n)
               for dim, (name, n) in enumerate(zip(names, right.shape))]
-    only = " and ".join(f"{name} {', '.join(map(str, few[:4]))}{' …' * (len(few) > 4)}" for name, few, n in parted
-                        if len(few) < n)
+    only = " and ".join(f"{name} {_few(few)}" for name, few, n in parted if len(few) < n)
     place = ", ".join(f"{name} {i}" for name, i, n in zip(names, at, right.shape) if n > 1)
     yours, must = value[tuple(at)].item(), right[tuple(at)].item()
-    digits = next((n for n in (4, 7) if f"{yours:.{n}g}" != f"{must:.{n}g}"), 17)
-    return (f"{int(bad.sum())} of {bad.numel()} numbers are wrong" + f", all at {only}" * bool(only)
-            + f": the first{', ' * bool(place)}{place}, is {yours:.{digits}g}, and {must:.{digits}g} is right")
+    is_short = all(abs(one) < 1e9 and 8 * one % 1 == 0 for one in (yours, must))
+    digits = 12 if is_short else next((n for n in (4, 7) if f"{yours:.{n}g}" != f"{must:.{n}g}"), 17)
+    count = int(bad.sum())
+    which = (place or "it") if count == 1 else f"the first, {place}," if place else "the first"
+    return (f"{count} of {bad.numel()} numbers {'is' if count == 1 else 'are'} wrong"
+            + f", all at {only}" * bool(only and count > 1)
+            + f": {which} is {yours:.{digits}g}, and {must:.{digits}g} is right" + relation(value, right, most, names))
 
 
-def kind(value) -> str:
-    """A value in a few words, without an address in memory: ``"a list of 3"``, ``"a tensor [2, 3]"``."""
-    if value is None or isinstance(value, bool):
-        return {None: "nothing (is a return missing?)", True: "True", False: "False"}[value]
+def _few(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers[:4])) + " …" * (len(numbers) > 4)
+
+
+def relation(value: torch.Tensor, right: torch.Tensor, most: float, names: Sequence[str]) -> str:
+    """What all numbers have to do with the right ones, if it is simple: a factor, an order along a dimension."""
+    def is_like(one: torch.Tensor, other: torch.Tensor) -> bool:
+        return torch.allclose(one, other, rtol=0, atol=most)
+
+    if not (value.isfinite().all() and right.isfinite().all() and right.numel() > 2):
+        return ""
+    ratio = ((value * right).sum() / (right * right).sum().clamp(min=1e-30)).item()
+    factor = round(ratio) if abs(ratio) > 1 else 1 / round(1 / ratio) if abs(ratio) > 1e-3 else 0
+    if factor not in (0, 1) and is_like(value, factor * right):
+        return f". Each number is the right one times {factor:.3g}"
+    for dim, name in enumerate(names):
+        mine, its = value.movedim(dim, 0), right.movedim(dim, 0)
+        order = [next((i for i, one in enumerate(its) if is_like(one, row)), None) for row in mine] * (len(its) < 20)
+        if order and None not in order and len({*order}) > 1:
+            return f". Along {name} it has the right numbers of {_few(order)}"
+    return ""
+
+
+def kind(value, what: str = "it returns") -> str:
+    """A value in a few words, without an address in memory: ``"a list of 3"``, ``"a tensor [2, 3]"``. ``what`` it is:
+    what a function returns, or something else."""
+    if value is None:
+        return "nothing (is a return missing?)" if what.endswith(("returns", "says")) else "nothing"
     if isinstance(value, torch.Tensor):
         return f"a tensor {list(value.shape)} of {value.dtype}"
     text = quoted(value)
@@ -113,7 +145,8 @@ def given(takes: Sequence[str], example: Example) -> str:
     """What a call is given, in a few words: ``"q [5, 4, 6], scaling 0.3"``."""
     def shown(arg) -> str:
         if isinstance(arg, torch.Tensor):
-            return str(list(arg.shape)) + f" {str(arg.dtype)[6:]}" * (arg.dtype not in (torch.float32, torch.bool))
+            numbers = quoted(arg.tolist()) if arg.numel() <= 6 else f"of shape {list(arg.shape)}"
+            return numbers + f" {str(arg.dtype)[6:]}" * (arg.dtype not in (torch.float32, torch.bool, torch.int64))
         return text if len(text := quoted(arg)) <= 40 and " at 0x" not in text else f"({type(arg).__name__})"
 
     return example.says or ", ".join(f"{name} {shown(arg)}" for name, arg in zip(takes, example))

@@ -90,7 +90,8 @@ def _look(exercise: Exercise, answer: Callable, example: Example, seen: list[See
         seen.append(Seen(what, copied(value), copied(wanted), not must))
         if not is_known or must and differs(value, wanted, exercise.within):
             return
-    for name, arg, after in zip(exercise.takes, kept, args):
+    takes = [*inspect.signature(exercise.observe).parameters][1:]
+    for name, arg, after in zip(exercise.takes if takes[:1] == ["args"] else takes, kept, args):
         if name != exercise.writes and differs(after, arg, 0):
             nothing = "returns nothing, and " * (bool(seen) and seen[0].value is None)
             raise NotYet(f"it {nothing}changes its argument {name}, which its caller still needs: work on a copy")
@@ -119,7 +120,8 @@ def _told(error: RankError, is_alone: bool) -> tuple[str, str]:
     if isinstance(raised, NotYet):
         return said, str(raised)
     lines = (said.replace("rank 0 is", "it is") if is_alone else said).splitlines()
-    asks = _ALIKE if isinstance(error, CollectiveMismatch) else _ASKS.get(cause.kind, "")
+    is_mismatch = isinstance(error, CollectiveMismatch) and "has returned" not in said
+    asks = _ALIKE if is_mismatch else _ASKS.get("waiting" if "has returned" in said else cause.kind, "")
     kind = f"raised {type(raised).__name__}" if cause.kind == "raised" else cause.kind
     return "\n".join([*lines[:2], *[asks] * bool(asks)]), kind
 

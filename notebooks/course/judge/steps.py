@@ -37,35 +37,48 @@ def is_like(one: torch.Tensor, step: torch.Tensor) -> bool:
     """Whether it is ``step``, in whatever layout."""
     if one.numel() != step.numel() or one.is_complex():
         return False
-    one, step, most = one.double().squeeze(), step.double().flatten(), 1e-4 * max(1.0, step.abs().max().item())
+    one, step = one.double().squeeze(), step.double().flatten()
+    most = 1e-4 * max([1.0, *step[step.isfinite()].abs().tolist()])
     orders = permutations(range(one.dim())) if one.dim() < 6 else [range(one.dim())]
     return any(torch.allclose(one.permute(*order).flatten(), step, rtol=0, atol=most) for order in orders)
 
 
-def right_steps(exercise: Exercise, answer: Callable, example: Example, number: int) -> str:
-    """Of rank ``number``: ``"Right in yours: scores (line 4); not found: weights"``; the empty string of a class."""
+def right_steps(exercise: Exercise, answer: Callable, example: Example) -> str:
+    """Which of the reference's variables a line makes on every rank: ``"Right in yours: scores (line 4); not found:
+    weights"``; the empty string of a class."""
     if not hasattr(exercise.reference, "__code__"):
         return ""
-    given, steps, made = {}, {}, Made()
-
-    def trace(frame, event, arg):
-        if frame.f_code is exercise.reference.__code__ and event in ("call", "return"):
-            (given if event == "call" else steps).update(frame.f_locals)
-        return trace
+    lines: list[dict[str, int]] = [{} for _ in range(example.ranks)]
 
     def call(function: Callable) -> None:
         for _ in exercise.observe(function, *copy.deepcopy(tuple(example))):
             pass
 
     def here() -> None:
-        is_it = rank() == number
-        sys.settrace(trace if is_it else None)
+        given, steps, made = {}, {}, Made()
+
+        def trace(frame, event, arg):
+            if frame.f_code is not exercise.reference.__code__:
+                return None
+            given.update(frame.f_locals if event == "call" else {})
+            for name, one in frame.f_locals.items():
+                is_step = isinstance(one, torch.Tensor) and one.is_floating_point() and one is not given.get(name)
+                known = steps.get(name, {})  # the latest value of each shape
+                if is_step and one.numel() > 1 and not any(one.equal(before) for before in known.values()):
+                    steps.pop(name, None)
+                    steps[name] = {**known, one.shape: one.detach().clone()}
+            return trace
+
+        sys.settrace(trace)
         try:
             call(exercise.reference)
         finally:
             sys.settrace(None)
-        with made if is_it else Made():
+        with made:
             call(answer)
+        for name, values in steps.items():
+            lines[rank()][name] = next((line for line, one in made.found if any(
+                is_like(one, step) for step in values.values())), 0)
 
     with Made():
         torch.ones(2)  # the first use of such a mode imports much, which is not on the learner's time
@@ -73,12 +86,9 @@ def right_steps(exercise: Exercise, answer: Callable, example: Example, number: 
         logical_ranks(example.ranks, here, timeout=5)
     except Exception:  # of a learner's code that fails on other ranks
         return ""
-    wanted = {name: one for name, one in steps.items() if isinstance(one, torch.Tensor) and one.numel() > 1
-              and one.is_floating_point() and one is not given.get(name)}
-    at = {name: next((line for line, one in made.found if is_like(one, step)), 0) for name, step in wanted.items()}
-    right = ", ".join(f"{name} (line {line})" for name, line in at.items() if line)
-    missing = next((name for name, line in at.items() if not line), "")
+    right = {name: line for name, line in lines[0].items() if all(mine.get(name) for mine in lines)}
+    missing = next((name for name in lines[0] if name not in right), "")
     if not right:
         return f"None of your lines makes {missing}" if missing else ""
-    return f"Right in yours: {right}; " + (f"not found: {missing}" if missing else
-                                           f"see what follows line {max(at.values())}")
+    return f"Right in yours: {', '.join(f'{name} (line {line})' for name, line in right.items())}; " + (
+        f"not found: {missing}" if missing else f"see what follows line {max(right.values())}")

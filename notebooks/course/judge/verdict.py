@@ -1,6 +1,7 @@
 """The verdict on an answer: right on every example and in the engine, or the mistake that gives just what it gives."""
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -85,8 +86,10 @@ def examine(exercise: Exercise, answer, setting: Setting) -> str | None:
     n = next(n for n, one in enumerate(found) if not one.is_right())
     sentence, example = mistake(exercise, found), given(exercise.takes, examples[n])
     lines = [sentence] * bool(sentence) + described(found[n], examples[n], example)
-    if not (sentence or found[n].kind) and isinstance(found[n].wrong()[0][1].value, torch.Tensor):
-        lines.append(right_steps(exercise, answer, examples[n], found[n].wrong()[0][0]))
+    if not (sentence or found[n].kind):
+        both = found[n].wrong()[0][1].value, found[n].wrong()[0][1].must
+        if all(isinstance(one, torch.Tensor) for one in both) and both[0].dtype == both[1].dtype:
+            lines.append(right_steps(exercise, answer, examples[n]))
     raise NotYet("\n".join(line for line in lines if line))
 
 
@@ -141,6 +144,7 @@ def described(found: Outcome, example: Example, called_with: str) -> list[str]:
     ranks = [r for r, other, _ in wrong if other.what == one.what]
     which = ranks_in_words(ranks, example.ranks)
     on = f"on {which}{f' of {example.ranks}' * (which != 'every rank')}, " if example.ranks > 1 else ""
+    on *= which != "every rank" or not re.search(r"\brank \d", one.what)  # it says itself of which rank it speaks
     says = f"the result is right; {says}" if one.what == COLLECTIVES else says
     return [f"With {called_with}: {on}{says}"]
 

@@ -12,6 +12,7 @@ from tplab.ranks.oplog import is_machinery
 _STANDARD_LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
 CALLED = " was called with "  # is in the note that says what a call was given
 _LONGEST = 240  # characters of one line of a verdict
+_IN_A_CHECK = re.compile(r"rank (\d+) calls [^;]* at \S*course/exercises/\S+ line \d+")
 CELL = re.compile(r"cell In\[\d+\], ")  # JupyterLab counts cells and nbval does not: stored text cannot have them
 
 
@@ -51,7 +52,7 @@ def _of_ranks(error: RankError) -> str:
             lines = [frame for frame in cause.frames if is_learners(frame.file)]
             summary = summary.replace(f"rank {cause.rank} {cause.text}", f"rank {cause.rank} is still at your line "
                                       f"{lines[-1].line}" if lines else f"rank {cause.rank} is still running")
-    return _lines(CELL.sub("", summary), frames)
+    return _lines(_IN_A_CHECK.sub(r"rank \1 has returned", CELL.sub("", summary)), frames)
 
 
 def _lines(what: str, frames: Sequence[Frame]) -> str:

@@ -21,6 +21,12 @@ def dealt(total: int, size: int) -> list[range]:
     return [range(total * r * r // size ** 2, total * (r + 1) ** 2 // size ** 2) for r in range(size)]
 
 
+def unchanged(name: str, is_so: bool) -> None:
+    """NotYet if an argument was changed that the engine still needs."""
+    if not is_so:
+        raise NotYet(f"it changes its argument {name}, which its caller still needs: work on a copy")
+
+
 def pair(value, what: str) -> list:
     """``value``, a list or tuple of two, as a list; else NotYet. ``what``: what must come back."""
     if not isinstance(value, list | tuple) or len(value) != 2:

@@ -43,9 +43,10 @@ def told(code, exercise=DOUBLED, capsys=None):
 @pytest.mark.parametrize("code, said", [
     ("def doubled(x, factor): return x * 2 * factor", "PASS  doubled: it doubles; a remark"),
     ("def doubled(x, factor): return x * 2", "NOT YET  doubled: factor is not used\n"
-     "         With x [2, 3], factor 3.0: 5 of 6 numbers are wrong: the first, row 0, column 1, is 2, and 6 is right"),
-    ("def doubled(x, factor): return x.clone()", "NOT YET  doubled: x comes back\n         With x [3], factor 1.0: "
-                                                 "3 of 3"),
+     "         With x [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]], factor 3.0: 5 of 6 numbers are wrong: the first, row 0, "
+     "column 1, is 2, and 6 is right. Each number is the right one times 1/3"),
+    ("def doubled(x, factor): return x.clone()", "NOT YET  doubled: x comes back\n         With x [1.0, 2.0, "
+                                                 "3.0], factor 1.0: 3 of 3"),
     ("def doubled(x): return x", "it must take (x, factor); yours takes (x)"),
     ("doubled = 3", "it is 3; define a function that takes (x, factor)"),
     ("def doubled(x, factor): x *= 2 * factor", "it returns nothing, and changes its argument x, which its caller "
@@ -53,7 +54,7 @@ def told(code, exercise=DOUBLED, capsys=None):
     ("def doubled(x, factor): x *= 2 * factor; return x", "it changes its argument x"),
     ("def doubled(x, factor): pass", "it returns nothing (is a return missing?); a tensor [3] must come back"),
     ("def doubled(x, factor):\n    y = x\n    return y.nowhere", "AttributeError: 'Tensor' object has no attribute "
-     "'nowhere'\n         at your line 3: return y.nowhere\n         It was called with x [3], factor 1.0"),
+     "'nowhere'\n         at your line 3: return y.nowhere\n         It was called with x [1.0, 2.0, 3.0], factor 1.0"),
     ("def doubled(x, factor): raise SystemExit", "SystemExit"),
     ("def doubled(x, factor): yield x", "it returns a generator: use def with return"),
     ("async def doubled(x, factor): return x", "it returns a coroutine: use def with return"),
@@ -94,6 +95,27 @@ def test_what_was_given_is_no_step_of_an_answer(capsys):
                     observe=lambda answer, x, factor: [("it returns", answer(x[..., 1:].clone(), factor))])
     told("def doubled(x, factor):\n    t = 2 * x\n    return t * factor + 7", part)
     assert "Right in yours: twice (line 2); see what follows line 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("code, said", [
+    ("def my_generate(step, ids, count):\n    new = [step(ids, range(len(ids)))]\n    while len(new) < count:\n"
+     "        new.append(step(new[-1:], [len(ids) + len(new) - 1]))\n    ids += new\n    return new",
+     "it changes its argument ids"),
+    ("def my_attend(q, k, v, mask, scaling):\n    group = q.shape[1] // k.shape[1]\n"
+     "    k, v = (one.repeat_interleave(group, 1) for one in (k, v))\n"
+     "    scores = q @ k.transpose(2, 3) * 2 * scaling\n"
+     "    return scores.masked_fill(mask, -torch.inf).softmax(-1) @ v",
+     "Right in yours: k (line 3), v (line 3); not found: scores"),
+    ("def my_embedding(ids, weight_here, rows):\n    return all_reduce(weight_here[ids % len(rows)])",
+     "it returns the rows of ["),
+    ("def my_rounds(write, read, rounds):\n    if rank() == 0:\n        barrier()\n    return [*range(rounds)]",
+     "rank 0 calls barrier at <answer"),
+])
+def test_exercises_name_what_they_see_in_the_learners_terms(code, said, capsys):
+    name = re.match(r"def (\w+)", code).group(1)
+    lesson.judge(defined(code, name), name=name)
+    printed = re.sub(r"\n {11}(?=\S)", " ", capsys.readouterr().out)
+    assert said in printed and "course/exercises" not in printed, printed
 
 
 def test_what_an_answer_sets_for_all_of_torch_is_put_back():
@@ -140,12 +162,14 @@ def test_an_answer_to_no_exercise_is_refused_by_name():
     ({"a": 1}, {"a": 2}, "it returns, for 'a', 1, and 2"), ({"a": 1}, {"b": 1}, "{'a': 1}, and {'b': 1}"),
     (torch.ones(2, 3), torch.ones(3, 2), "it returns [2, 3]; [row, column] = [3, 2] must come back (yours is "
                                          "[column, row])"),
-    (torch.tensor([0.0, 2]), torch.tensor([0.0, 1]), "1 of 2 numbers are wrong, all at number 1: the first, number "
-                                                     "1, is 2, and 1"),
+    (torch.tensor([0.0, 2]), torch.tensor([0.0, 1]), "1 of 2 numbers is wrong: number 1 is 2, and 1"),
     (torch.tensor([1.00001]), torch.tensor([1.0]), ""), (torch.tensor([1.001]), torch.tensor([1.0]), "is 1.001, and "
         "1 is right"),
     (torch.tensor([1.00001]).double(), torch.tensor([1.0]).double(), "is 1.00001, and 1 is right"),
-    (torch.tensor([True]), torch.tensor([False]), "1 of 1"), (torch.tensor([float("nan")]), torch.tensor([1.0]),
+    (torch.tensor([True]), torch.tensor([False]), "returns [True], and [False]"),
+    (torch.tensor([[1.0, 2], [3, 4], [5, 6]]), torch.tensor([[3.0, 4], [1, 2], [5, 6]]), "Along row it has the right "
+        "numbers of 1, 0, 2"), (True, False, "returns, and must not"),
+    (False, True, "expected, and not so: it returns"), (torch.tensor([float("nan")]), torch.tensor([1.0]),
         "is nan, and 1"),
 ])
 def test_how_a_value_differs(value, right, said):
