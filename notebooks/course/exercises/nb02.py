@@ -118,11 +118,11 @@ def multiplied(answer, x, up, down, bias):
 
 
 def linears():
-    for inner in (4, 5):  # each digit of the result is one inner feature's
+    for inner, size in ((4, 2), (5, 2), (4, 3)):  # each digit of the result is one inner feature's
         yield Example(torch.ones(1, 1), torch.ones(inner, 1), 10.0 ** torch.arange(inner)[None], torch.tensor([0.5]),
-                      ranks=2, says=f"x [[1]], {inner} inner features, up all 1, down [[1, 10, 100, …]], bias [0.5], "
-                                    "2 ranks")
-    for tokens, hidden, inner, size in ((5, 6, 8, 2), (5, 6, 9, 2), (4, 5, 4, 3), (1, 5, 11, 3)):
+                      ranks=size, says=f"x [[1]], {inner} inner features, up all 1, down [[1, 10, 100, …]], bias "
+                                       f"[0.5], {size} ranks")
+    for tokens, hidden, inner, size in ((5, 6, 9, 2), (1, 5, 11, 3)):
         dtype = torch.float64 if inner > 8 else torch.float32
         shapes = (tokens, hidden), (inner, hidden), (hidden, inner), (hidden,)
         yield Example(*(numbers(*shape, seed=inner, dtype=dtype) for shape in shapes), ranks=size,

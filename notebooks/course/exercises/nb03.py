@@ -124,8 +124,6 @@ EXERCISES = [
             "k.reshape(k.shape[2], k.shape[1], 6)"),
         "cos and sin have changed places": "cos, sin) -> sin, cos) ;; k, sin, cos): -> k, cos, sin):",
         "it returns k, q; q comes first": f"{_BACK} -> k[0].transpose(0, 1), q[0].transpose(0, 1)",
-        "k comes back as it went in, and both are to be turned":
-            "q, k = self -> q, _ = self ;; k[0].transpose(0, 1) -> k",
     }, observe=rotated, dims="token, head, number", place="turns queries and keys",
              patches=at("tplab.model.attention.TensorParallelAttention.apply_rope")),
     Exercise("03", my_rope, heads_at_positions, {
@@ -138,7 +136,6 @@ EXERCISES = [
         "theta is given, and 10000 is taken": "theta ** -> 10000.0 **",
         "the speed of pair i is theta ** (-2 i / head_dim); in yours, the exponent is twice as large":
             "/ head_dim) -> * 2 / head_dim)",
-        "x is not turned at all": "(x * angles.cos() + other * angles.sin()) -> x",
         "the angles are computed in the dtype of x, which has too few digits for large positions":
             "positions[:, None].float() -> positions[:, None].to(x.dtype)",
     }, "on {ranks}, an engine without a table of its own turns as Hugging Face does", dims="token, head, number",

@@ -91,13 +91,15 @@ def my_attend(q, k, v, mask, scaling):
 
 def attentions():
     for (batch, kv_heads, group, queries, keys, dim), starts, dtype, scaling in (
-            ((1, 1, 4, 5, 6, 16), (0,), torch.float32, 0.25), ((1, 2, 3, 1, 6, 8), (4,), torch.float32, 0.3),
-            ((2, 3, 2, 4, 8, 9), (3, 2), torch.float32, 0.3), ((1, 5, 2, 3, 5, 6), (1,), torch.bfloat16, 0.3)):
+            ((1, 1, 4, 5, 5, 16), (0,), torch.float32, 0.25), ((1, 2, 3, 1, 6, 8), (4,), torch.float32, 0.3),
+            ((2, 3, 2, 4, 7, 9), (3, 2), torch.float32, 0.3), ((1, 5, 2, 3, 5, 6), (1,), torch.bfloat16, 0.3)):
         q, k, v = (numbers(batch, heads, rows, dim, seed=heads + rows, dtype=dtype) for heads, rows in (
             (kv_heads * group, queries), (kv_heads, keys), (kv_heads, keys)))
-        yield Example(q, k, v + 1, causal_mask(torch.tensor(starts)[:, None] + torch.arange(queries), keys), scaling,
-                      says=f"{counted(kv_heads, 'KV head')}, {group} query heads each, {queries} × {keys} queries and "
-                           f"keys, scaling {scaling}{' in bfloat16' * (dtype == torch.bfloat16)}")
+        mask = causal_mask(torch.tensor(starts)[:, None] + torch.arange(queries), keys)
+        mask[:, :, -1, 0] = True  # as in a window: so each query has a hidden key, and each key a query
+        yield Example(q, k, v + 1, mask, scaling, says=(
+            f"{counted(kv_heads, 'KV head')}, {group} query heads each, {queries} × {keys} queries and keys, "
+            f"scaling {scaling}{' in bfloat16' * (dtype == torch.bfloat16)}"))
 
 
 def my_mask(positions, keys):
@@ -133,6 +135,7 @@ EXERCISES = [
         "earlier tokens have changed since they were given: their memory is used again, so keep a copy":
             f"{_CAT} -> (k if self.k[layer] is None else torch.cat([old_k, k])), "
             "(v if self.v[layer] is None else torch.cat([old_v, v]))",
+        "k and v have changed places": "return self.k[layer], self.v[layer] -> return self.v[layer], self.k[layer]",
         "all layers share one store: what another layer has stored is given out": "old_k = -> layer = 0; old_k =",
         "a second cache gives out the tokens of the first: are the tensors in the class, and not in self?":
             "self.k, self.v = [None] * num_layers, [None] * num_layers -> pass ;; def append -> "
@@ -152,7 +155,6 @@ EXERCISES = [
         "queries are counted from key 0 on, as is_causal and triu(1) do; the mask knows where they stand":
             "(mask, -> (torch.ones_like(mask).triu(1),",
         "the weights of all queries of a key add up to 1, and those of all keys of a query must": "dim=-1, -> dim=-2,",
-        "q comes back as it went in": "return weights @ v -> return q",
     }, patches=at("tplab.model.attention.attend"), dims="sequence, query head, query, number", place="attends",
              engine=lambda setting, answer: setting.align(dtype=setting.narrow)),
     Exercise("04", my_mask, masks, {

@@ -98,7 +98,8 @@ def keys(answer, *chains):
         except TypeError as error:
             raise NotYet(f"a key must be hashable, to be found in a dict: {error}") from None
         if twin != blocks or len(chains) == 2 and chains[0] == chains[1] and len(found) > 1:
-            yield "they get the same key", twin != blocks, chains[0] == chains[1]
+            both = " and ".join(map(in_few_numbers, (twin, blocks)))
+            yield f"{both} get the same key", twin != blocks, twin == blocks
 
 
 def shared(setting, answer):
@@ -139,23 +140,22 @@ def at_random(cls, num_blocks):
         now = "allocate()" if what == "allocate" else f"{what}({block})"
         after = f"operation {len(done)}, after {', '.join(done[-3:])}: {now}"
         done.append(now)
+        is_unused = what == "release" and not users[block]
+        try:
+            found, raised = getattr(pool, what)(*[block] * (what != "allocate")), "no error"
+        except Exception as error:
+            if not is_unused and not isinstance(error, ValueError):
+                raise
+            found, raised = None, type(error).__name__
+        yield f"{after}{', of which users is 0,' * is_unused} raises", raised, "ValueError" if is_unused else "no error"
         if what == "allocate":
-            found, is_free = pool.allocate(), 0 in users
-            if not is_free:
+            if 0 not in users:
                 yield f"{after} while no block is free gives", found, None
             else:
                 free = [number for number, count in enumerate(users) if not count]
                 yield f"{after} gives", found, found if type(found) is int and found in free else f"one of {free}"
                 users[found] += 1
-        elif what == "release" and not users[block]:
-            try:
-                pool.release(block)
-                raised = "no error"
-            except Exception as error:
-                raised = type(error).__name__
-            yield f"{after}, of which users is 0, raises", raised, "ValueError"
-        else:
-            getattr(pool, what)(block)
+        elif not is_unused:
             users[block] += 1 if what == "share" else -1
         yield f"{after}: users is", pool.users, users
     cls(num_blocks)

@@ -117,6 +117,7 @@ def looped(answer, ids, count, draws):
     found = whole_numbers(answer(toy, ids, count), "the new ids")
     for number, (new, positions) in enumerate(toy.calls, 1):
         have = 0 if new == text and positions == [*range(len(text))] else have  # the whole text once more: slow
+        yield f"call {number} begins at position", positions[0], have
         yield f"call {number} has positions", positions, [*range(have, have + len(new))]
         yield f"call {number}, from position {have} on, has tokens", new, text[have:have + len(new)]
         have += len(new)

@@ -50,8 +50,9 @@ def failures():
 
 def heard(answer, failing):
     work = Work(failing)
-    yield "it returns", whole_numbers(answer(work), f"the failed ranks, which are {failing}")
-    yield "it calls work so many times:", work.calls
+    found = answer(work)
+    yield "it calls work so many times:", work.calls, 1
+    yield "it returns", whole_numbers(found, f"the failed ranks, which are {failing}")
 
 
 def agreed_on_real_ranks(setting, answer):

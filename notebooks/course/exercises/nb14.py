@@ -8,7 +8,7 @@ from course.judge.answers import greedy
 from course.judge.exercise import Example, Exercise
 from course.judge.near_ties import read_again
 from course.judge.words import NotYet
-from course.judge.work import numbers
+from course.judge.work import numbers, unchanged
 from tplab.align import hf_greedy
 from tplab.checkpoint.layout import read_part, tensor_parts
 from tplab.faults import fault
@@ -48,8 +48,9 @@ def texts(seed: int) -> tuple[list[int], list[int], torch.Tensor, torch.Tensor]:
 
 
 def pairs_of_texts():
-    """Two that can be computed by hand, a few, and many."""
-    for logits, exact in (([0.125, 2, 2.1875, 0.5], [0, 2, 2.1875, 0.5]), ([0.125, 2.125, 2.375, 0], [0, 2, 2.5, 0])):
+    """Three that can be computed by hand, a few, and many."""
+    for logits, exact in (([0.125, 2, 2.1875, 0.5], [0, 2, 2.1875, 0.5]), ([0.125, 2.125, 2.375, 0], [0, 2, 2.5, 0]),
+                          ([0, 2, 2.015625, 0], [0, 2, 2.00875, 0])):
         yield Example(([2], [1], torch.tensor([logits]).bfloat16(), torch.tensor([exact])),
                       says=f"first [2], second [1], logits [{logits}], exact [{exact}]")
     for seed in range(8, 26):
@@ -110,7 +111,9 @@ def of_any_deal(answer, every, deals):
     """The sum, of which each digit is one leaf's; and the bits of another, however the leaves are dealt out: where
     terms of 10¹² cancel, each order has its own, in float64 too."""
     tens = (10.0 ** torch.arange(9, dtype=torch.float64).view(9, 1, 1)).expand(every.shape)
-    yield "it returns", answer(tens.split(deals[0])[rank()].clone(), list(deals[0]))
+    own = tens.split(deals[0])[rank()].clone()
+    yield "it returns", answer(own, list(deals[0]))
+    unchanged("leaves", own.equal(tens.split(deals[0])[rank()]))
     large = torch.cat([every[:3] * 1e12, every[3:6] * 1e-3, every[:3] * -1e12])
     bits = torch.stack([answer(large.split(deal)[rank()].clone(), list(deal)) for deal in deals])
     everyone, (first, *_) = all_gather(bits[None], dim=0), deals
@@ -163,7 +166,7 @@ EXERCISES = [
         "each rank adds up its own leaves first: how many these are decides the order":
             f"{_GATHERED} -> all_reduce(leaves.sum(0))[None]",
         "only the leaves of this rank are added": f"{_GATHERED} -> leaves",
-        "each rank begins with its own leaves: all of them must add in the same order":
+        "the ranks add in different orders: all of them must add in the same one":
             f"{_GATHERED} -> {_GATHERED}.roll(-sum(sizes[:rank()]), 0)",
     }, "however the leaves are dealt out, every bit is the same; so it is for the model's own down_proj, on one rank "
        "and on several", of_any_deal, engine=in_a_product, dims="token, hidden", counted=False)]

@@ -49,6 +49,11 @@ class Toy:
         if positions[0] > self.have:
             raise NotYet(f"call {len(self.calls) + 1} begins at position {positions[0]}, and the cache holds only "
                          f"{self.have} tokens of the text")
+        text = self.greedy(self.have + 1 if self.calls else self.prompt)
+        for token, p in zip(new_ids, positions):
+            if p < len(text) and token != text[p]:
+                raise NotYet(f"call {len(self.calls) + 1} computes token {token} at position {p}, where the text has "
+                             f"{text[p]}")
         self.cache.update(zip(positions, new_ids))
         choices = [self.choice([self.cache.get(p, 0) for p in range(position + 1)]) for position in positions]
         self.calls.append((new_ids, positions, choices))
@@ -82,17 +87,14 @@ class Toy:
 
 
 def guessed(answer, ids, count, guesses):
-    """Each call goes on where the cache ends, with the text's tokens first; the text is greedy decoding's."""
-    toy, prompt, have, known = Toy(guesses, ids), list(ids), 0, len(ids)
+    """Each call goes on where the cache ends; the text is greedy decoding's."""
+    toy, prompt, have = Toy(guesses, ids), list(ids), 0
     text = toy.greedy(len(ids) + count + guesses + 1)
     found = whole_numbers(answer(toy, toy.propose, ids, count), "the new ids")
     for number, (new, positions, _) in enumerate(toy.calls, 1):
         yield f"call {number} begins at position", positions[0], have
         yield f"call {number} has positions", positions, [*range(have, have + len(new))]
-        begins = f"call {number}, of position {have} on, begins with the text's tokens"
-        yield begins, new[:known - have], text[have:known]
-        accepted = next((n for n, pair in enumerate(zip(new, text[have:])) if pair[0] != pair[1]), len(new))
-        have, known = have + accepted, have + accepted + 1
+        have += next((n for n, pair in enumerate(zip(new, text[have:])) if pair[0] != pair[1]), len(new))
     yield "the number of new ids is", len(found), count
     yield "it returns", found, text[len(prompt):len(prompt) + count]
     yield "before the first guesses, the text has tokens:", len(toy.asked[0]) if toy.asked else 0

@@ -21,8 +21,10 @@ def differs(value, right, within: float, dims: str = "", what: str = "it returns
         return _tensors(value, right, within, dims, what)
     if isinstance(right, list | tuple | range) and isinstance(value, list | tuple | range):
         if len(value) == len(right):
-            return next((f"{what} {_short(value)}, and {_short(right)} is right" for one, two in zip(value, right)
-                         if differs(one, two, within)), "")
+            n = next((n for n, pair in enumerate(zip(value, right)) if differs(*pair, within)), None)
+            if n is not None and len(quoted([*right])) > 90:
+                return f"{what}, at number {n}, {kind(value[n])}, and {kind(right[n])} is right"
+            return "" if n is None else f"{what} {_short(value)}, and {_short(right)} is right"
         lacks = next((one for one in right if one not in value), None) if len(right) > len(value) else None
         if lacks is not None and len(_short(right)) > 90:
             return f"{what} {kind(value)}, and a list of {len(right)} is right, with {quoted(lacks)} too"
@@ -129,7 +131,7 @@ def kind(value, what: str = "it returns") -> str:
         return "nothing (is a return missing?)" if what.endswith(("returns", "says")) else "nothing"
     if isinstance(value, torch.Tensor):
         return f"a tensor {list(value.shape)} of {value.dtype}"
-    text = quoted(value)
+    text = quoted(float(f"{value:.7g}") if isinstance(value, float) else value)
     if " at 0x" in text or "\n" in text or len(text) > 80:
         size = f" of {len(value)}" if isinstance(value, list | tuple | dict | set) else ""
         return f"a {type(value).__name__}{size}"

@@ -72,6 +72,12 @@ class Exercise:
     def takes(self) -> list[str]:
         return [*inspect.signature(self.reference).parameters]
 
+    @property
+    def given(self) -> list[str]:
+        """The names of what an example holds: as the observer calls them, or as the reference does."""
+        names = [*inspect.signature(self.observe).parameters][1:]
+        return self.takes if names[:1] == ["args"] else names
+
     def variants(self, sentence: str) -> list[Callable]:
         """The wrong answers that a sentence is about."""
         edits = self.mistakes[sentence]

@@ -90,8 +90,7 @@ def _look(exercise: Exercise, answer: Callable, example: Example, seen: list[See
         seen.append(Seen(what, copied(value), copied(wanted), not must))
         if not is_known or must and differs(value, wanted, exercise.within):
             return
-    takes = [*inspect.signature(exercise.observe).parameters][1:]
-    for name, arg, after in zip(exercise.takes if takes[:1] == ["args"] else takes, kept, args):
+    for name, arg, after in zip(exercise.given, kept, args):
         if name != exercise.writes and differs(after, arg, 0):
             nothing = "returns nothing, and " * (bool(seen) and seen[0].value is None)
             raise NotYet(f"it {nothing}changes its argument {name}, which its caller still needs: work on a copy")

@@ -61,7 +61,7 @@ def right_steps(exercise: Exercise, answer: Callable, example: Example) -> str:
             if frame.f_code is not exercise.reference.__code__:
                 return None
             given.update(frame.f_locals if event == "call" else {})
-            for name, one in frame.f_locals.items():
+            for name, one in frame.f_locals.items() if event == "line" else ():  # later, a sum may be in its place
                 is_step = isinstance(one, torch.Tensor) and one.is_floating_point() and one is not given.get(name)
                 known = steps.get(name, {})  # the latest value of each shape
                 if is_step and one.numel() > 1 and not any(one.equal(before) for before in known.values()):
@@ -77,8 +77,8 @@ def right_steps(exercise: Exercise, answer: Callable, example: Example) -> str:
         with made:
             call(answer)
         for name, values in steps.items():
-            lines[rank()][name] = next((line for line, one in made.found if any(
-                is_like(one, step) for step in values.values())), 0)
+            at = [next((line for line, one in made.found if is_like(one, step)), 0) for step in values.values()]
+            lines[rank()][name] = at[-1] or -any(at)  # -1: a value of it that is not the last one
 
     with Made():
         torch.ones(2)  # the first use of such a mode imports much, which is not on the learner's time
@@ -86,9 +86,10 @@ def right_steps(exercise: Exercise, answer: Callable, example: Example) -> str:
         logical_ranks(example.ranks, here, timeout=5)
     except Exception:  # of a learner's code that fails on other ranks
         return ""
-    right = {name: line for name, line in lines[0].items() if all(mine.get(name) for mine in lines)}
-    missing = next((name for name in lines[0] if name not in right), "")
+    at = {name: min(mine.get(name, 0) for mine in lines) for name in lines[0]}
+    right = ", ".join(f"{name} (line {lines[0][name]})" for name, line in at.items() if line > 0)
+    missing = next((name for name, line in at.items() if not line), "")
     if not right:
         return f"None of your lines makes {missing}" if missing else ""
-    return f"Right in yours: {', '.join(f'{name} (line {line})' for name, line in right.items())}; " + (
-        f"not found: {missing}" if missing else f"see what follows line {max(right.values())}")
+    rest = f"; see what follows line {max(at.values())}" if min(at.values()) > 0 else ""
+    return f"Right in yours: {right}" + (f"; not found: {missing}" if missing else rest)

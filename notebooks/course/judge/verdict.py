@@ -9,7 +9,7 @@ from functools import cache
 import torch
 
 from course.judge import progress_file
-from course.judge.differ import given, kind
+from course.judge.differ import alike, given, kind
 from course.judge.exercise import Example, Exercise
 from course.judge.limit import limited
 from course.judge.observe import COLLECTIVES, Outcome, outcome
@@ -146,6 +146,9 @@ def described(found: Outcome, example: Example, called_with: str) -> list[str]:
     on = f"on {which}{f' of {example.ranks}' * (which != 'every rank')}, " if example.ranks > 1 else ""
     on *= which != "every rank" or not re.search(r"\brank \d", one.what)  # it says itself of which rank it speaks
     says = f"the result is right; {says}" if one.what == COLLECTIVES else says
+    same = [name for name, arg in zip(found.exercise.given, example) if isinstance(arg, torch.Tensor) and arg.dim()
+            and alike(one.value, arg, 1e-6)]
+    says += f". That is {same[0]} as it went in" if same else ""
     return [f"With {called_with}: {on}{says}"]
 
 

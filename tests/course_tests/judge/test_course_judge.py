@@ -44,7 +44,7 @@ def told(code, exercise=DOUBLED, capsys=None):
     ("def doubled(x, factor): return x * 2 * factor", "PASS  doubled: it doubles; a remark"),
     ("def doubled(x, factor): return x * 2", "NOT YET  doubled: factor is not used\n"
      "         With x [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]], factor 3.0: 5 of 6 numbers are wrong: the first, row 0, "
-     "column 1, is 2, and 6 is right. Each number is the right one times 1/3"),
+     "column 1, is 2, and 6 is right. Each number is the right one times 0.333"),
     ("def doubled(x, factor): return x.clone()", "NOT YET  doubled: x comes back\n         With x [1.0, 2.0, "
                                                  "3.0], factor 1.0: 3 of 3"),
     ("def doubled(x): return x", "it must take (x, factor); yours takes (x)"),
