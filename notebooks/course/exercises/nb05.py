@@ -98,7 +98,7 @@ def keys(answer, *chains):
         except TypeError as error:
             raise NotYet(f"a key must be hashable, to be found in a dict: {error}") from None
         if twin != blocks or len(chains) == 2 and chains[0] == chains[1] and len(found) > 1:
-            both = " and ".join(map(in_few_numbers, (twin, blocks)))
+            both = "they" if len(chains) == 2 else " and ".join(map(in_few_numbers, (twin, blocks)))
             yield f"{both} get the same key", twin != blocks, twin == blocks
 
 

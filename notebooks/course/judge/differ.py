@@ -113,7 +113,7 @@ def relation(value: torch.Tensor, right: torch.Tensor, most: float, names: Seque
     if not (value.isfinite().all() and right.isfinite().all() and right.numel() > 2):
         return ""
     ratio = ((value * right).sum() / (right * right).sum().clamp(min=1e-30)).item()
-    factor = round(ratio) if abs(ratio) > 1 else 1 / round(1 / ratio) if abs(ratio) > 1e-3 else 0
+    factor = round(ratio) if abs(ratio) > 1 else 1 / round(1 / ratio) if abs(ratio) > 0.1 else 0
     if factor not in (0, 1) and is_like(value, factor * right):
         return f". Each number is the right one times {factor:.3g}"
     for dim, name in enumerate(names):
