@@ -1,4 +1,4 @@
-"""``python -m course``: run notebooks, score the diagnosis, measure.
+"""``python -m course``: run notebooks, report on executed ones, score the diagnosis, measure.
 
 Exit codes: 0 done, 1 a notebook failed or a fault was not named, 2 bad input, 130 interrupted.
 """
@@ -7,7 +7,7 @@ import argparse
 import sys
 
 from course.cost import race
-from course.lab import batch, score
+from course.lab import batch, report, score
 from tplab.cli import MODEL
 from tplab.errors import TplabError
 
@@ -30,6 +30,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.set_defaults(run=lambda chosen: parser.print_help() or 0)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for name, module, about in (("run", batch, "Run notebooks with papermill and write an HTML report."),
+                                ("report", report, "Write the report over the executed notebooks in a folder."),
                                 ("score", score, "Break the engine with each fault: is it named? (minutes)"),
                                 ("bench", race, "Measure beside Hugging Face and vLLM.")):
         made = commands.add_parser(name, help=about, description=about, allow_abbrev=False)

@@ -1,6 +1,6 @@
 """The report over executed notebooks: one HTML page each, by nbconvert, and an index with the results.
 
-``launch run`` writes it.
+``launch run`` writes it; ``python -m course report FOLDER`` writes it for notebooks that anything else executed.
 """
 
 import os
@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import quote, unquote
 
 from course.lab.store import without_live_views
+from tplab.errors import TplabError
 
 INDEX = "index.html"
 STYLE = """
@@ -53,6 +54,22 @@ class Outcome:
     def page(self) -> Path:
         """The notebook's own page."""
         return self.executed.with_suffix(".html")
+
+
+def outcomes_in(folder: Path) -> list[Outcome]:
+    """Of every executed notebook in a folder what came of it, as the notebook itself says. `TplabError` for none."""
+    import nbformat
+
+    outcomes = []
+    for path in sorted(folder.glob("*.ipynb")):
+        notebook = nbformat.read(path, as_version=4)
+        errors = [f"cell [{cell.execution_count}]: {output.ename}: {(output.evalue.splitlines() or [''])[0]}"
+                  for cell in notebook.cells for output in cell.get("outputs", ()) if output.output_type == "error"]
+        seconds = notebook.metadata.get("papermill", {}).get("duration") or 0.0
+        outcomes.append(Outcome(path, path, seconds, errors[0] if errors else None))
+    if not outcomes:
+        raise TplabError(f"there is no notebook in {folder}; give a folder of executed notebooks")
+    return outcomes
 
 
 def write_report(outcomes: list[Outcome], parameters: dict[str, str], out: Path) -> Path:
@@ -108,3 +125,14 @@ def _index(rows: list[str], parameters: dict[str, str], outcomes: list[Outcome])
 </table>
 </main></body></html>
 """
+
+
+def add_options(parser) -> None:
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="a folder of executed notebooks")
+
+
+def main(chosen) -> int:
+    """Write the report into the folder; exit code 1 if a notebook in it failed."""
+    outcomes = outcomes_in(chosen.folder)
+    print(f"report: {write_report(outcomes, {}, chosen.folder)}")
+    return 1 if any(outcome.failure for outcome in outcomes) else 0

@@ -55,6 +55,16 @@ def test_a_page_needs_no_network_and_links_only_to_pages_that_are_there(done):
     assert not re.search(r"""src=["']https?://""", page) and "<title>bad" in page
 
 
+def test_the_report_of_a_folder_says_the_same(done, capsys):
+    out = done[0] / "out"
+    assert main(["report", str(out)]) == 1
+    assert capsys.readouterr().out == f"report: {out}/index.html\n"
+    index = (out / "index.html").read_text()
+    assert "1 of 2 failed" in index and "ValueError: no &lt;" in index
+    (out / "empty").mkdir()
+    assert main(["report", str(out / "empty")]) == 2 and "no notebook in" in capsys.readouterr().err
+
+
 def test_what_a_notebook_prints_cannot_write_into_the_page_or_break_it(tmp_path):
     view = "application/vnd.jupyter.widget-view+json"
     shown = new_output("display_data", data={view: {"model_id": "x"}, "image/png": "iVBOR"})
