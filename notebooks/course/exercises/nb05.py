@@ -209,14 +209,11 @@ EXERCISES = [
             "cache.flatten(0, 1) -> cache.flatten(0, 1).clone()",
             "cache.flatten(0, 1) -> cache[block_ids].flatten(0, 1) ;; "
             "block_ids[position // size] * size + position % size -> position"),
-        "what comes back was read before the new tokens were written":
-            "flat[slots[start:]] = new -> old = flat.clone(); flat[slots[start:]] = new ;; return flat -> return old",
     }, "on {ranks}, every key and value goes where the table says and comes back in order", written, batches_through,
              in_blocks, dims="position, KV head, number", within=0, writes="cache", place="writes and reads the cache"),
     Exercise("05", my_key, pairs, {
         "keys and values depend on all tokens before them, too, and the parent is not in the key":
             "(parent, tuple(ids)) -> tuple(ids)",
-        "the order of the tokens counts": "tuple(ids) -> tuple(sorted(ids))",
         "the same tokens get another key the second time, so no block would ever be found":
             "hash((parent, tuple(ids))) -> object()",
     }, "equal beginnings share a block, nothing else does; on {ranks} all points agree with Hugging Face", keys,

@@ -252,8 +252,6 @@ EXERCISES = [
             f"{_SUM} -> found.masked_fill(~here[:, None], 0)",
             f"{_ROWS} -> weight_here[ids % len(rows)] ;; {_SUM} -> found"),
         "for a word of another rank, its row 0 is added, and zeros must be": f"{_SUM} -> all_reduce(found)",
-        "ids count the rows of the whole matrix: subtract where this rank's rows begin":
-            f"{_ROWS} -> weight_here[(ids % len(rows)).where(here, 0)]",
     }, observe=looked_up, dims="token, number", place="looks words up", alone=ALONE,
              patches=lambda answer: [Patch("tplab.shard.embedding.VocabParallelEmbedding.forward",
                                            lambda self, ids: answer(ids, self.weight, self.rows))]),

@@ -101,10 +101,6 @@ EXERCISES = [
         "every rank keeps rank 0's part; take that of plan.ranks[rank]": "plan.ranks[rank] -> plan.ranks[0]",
         "everything is read, and then cut: slice the file's tensor itself":
             "files[name][rows[layer]] -> files[name][:][rows[layer]]",
-        "heads are taken for rows; each has head_dim of them":
-            "heads.start * d, heads.stop * d -> heads.start, heads.stop",
-        "o_proj and down_proj are cut along dim 0; their inputs are what the rank has":
-            "files[name][:, columns[layer]] -> files[name][columns[layer]]",
         "nothing is cut, or all but the vocabulary is":
             "if layer in rows: -> if False: ;; elif layer in columns -> elif False",
     }, "0 tensors differ, and every byte read is kept; on {ranks}, every trace point agrees with Hugging Face", loaded,

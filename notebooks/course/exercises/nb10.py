@@ -68,7 +68,6 @@ EXERCISES = [
     Exercise("10", my_decode_bytes, layouts, {
         "the cache is not counted": " + cache -> ",
         "the cache has KV heads, and query heads are counted": "context * 2 * kv -> context * 2 * q",
-        "k and v have KV heads, and query heads are counted": "(q + 2 * kv) -> 3 * q",
         "an MLP has three matrices: gate, up and down": "3 * h * columns -> 2 * h * columns",
         "the head is not counted: each rank reads its rows of it": " + h * len(shard.vocab) -> ",
         "only the head is counted: where are the layers?": "config.num_layers * layer -> 0",

@@ -197,7 +197,6 @@ def layer_in_the_engine(setting, answer):
     in_the_engine(setting, answer)
 
 
-_START = "works.append(all_reduce(sums[-1], async_op=True))"
 _WAITS = "    for work in works:\n        work.wait()\n"
 _ATTENDS = "reduce_scatter(attention(all_gather(input_norm(own), 0, sizes)), 0, sizes)"
 _MLP = "reduce_scatter(mlp(all_gather(post_norm(own), 0, sizes)), 0, sizes)"
@@ -207,14 +206,6 @@ EXERCISES = [
             f"{_WAITS}    return torch.cat(sums) ->     out = torch.cat(sums)\n{_WAITS}    return out",
         "each sum is waited for before the next product, so nothing is computed while it is under way":
             "async_op=True)) -> async_op=True)); works[-1].wait()",
-        "no sum is started: all_reduce(…, async_op=True) returns at once, and its wait() later":
-            f"{_START} -> all_reduce(sums[-1])",
-        "the product of all tokens is computed first, and then its parts are summed up: nothing is computed meanwhile":
-            "    for rows in ->     whole = x @ weight.T\n    for rows in ;; x.chunk(parts) -> whole.chunk(parts) ;; "
-            "rows @ weight.T -> rows.contiguous()",
-        "all products are computed first, and then their sums are started: nothing is computed meanwhile":
-            f"        {_START} ->  ;; {_WAITS} -> "
-            f"    works = [all_reduce(one, async_op=True) for one in sums]\n{_WAITS}",
     }, "while the sum of one part is under way, the next part is computed, and nothing is read before its wait; on "
        "{ranks}, every trace point agrees with Hugging Face", beside, in_parts, in_the_engine, dims="token, output",
              counted=False),
@@ -223,18 +214,12 @@ EXERCISES = [
             "range(len(sizes) - 1) -> range(0) ;; rank() - 1 -> rank()",
         "each rank ends with the sum of another rank's rows: with whose rows must a rank begin?":
             "at = x.split(sizes), rank() - 1 -> at = x.split(sizes), rank()",
-        "rows come from the rank before, so the number of the rank that keeps them gets smaller with each message":
-            "at -= 1 -> at += 1",
     }, "every rank returns the sum of its rows, and no row is sent twice; on {ranks}, with an all-gather "
        "behind it, it takes the place of the engine's all_reduce", passed, reduced_by, in_the_engine,
              dims="row, hidden", alone=ALONE),
     Exercise("13", my_sequence_parallel_layer, toys, {
         "the first residual is in it once for every rank: is it added before the sum?":
             f"own + {_ATTENDS} -> {_ATTENDS.replace('attention(', 'all_gather(own, 0, sizes) + attention(')}",
-        "the norm stands after attention, and belongs before it":
-            f"own + {_ATTENDS} -> input_norm(own + reduce_scatter(attention(all_gather(own, 0, sizes)), 0, sizes))",
-        "the norm stands after the MLP, and belongs before it":
-            f"own + {_MLP} -> post_norm(own + reduce_scatter(mlp(all_gather(own, 0, sizes)), 0, sizes))",
         "the MLP is given what attention was given: what goes in after the first residual?":
             "    own = own ->     first = own\n    own = own ;; post_norm(own) -> post_norm(first)",
         "the second residual is what came into the layer; attention belongs to it":

@@ -178,9 +178,6 @@ EXERCISES = [
         "token more": ("propose(text) -> []", "propose(text) -> propose(text) and []"),
         "rejected guesses are counted as tokens in the cache; their keys have to be computed anew":
             "have = len(text) - 1 -> have += len(new)",
-        "a guess that the model did not choose stays in the text": "draft[kept] == chosen[kept] -> True",
-        "more ids come back than are asked for: an accepted guess can be one too many":
-            "return text[len(ids):len(ids) + count] -> return text[len(ids):]",
     }, "no rejected token stays, in the text or in the cache; on {ranks}, the text is plain greedy's", guessed,
              engine=in_the_engine),
     Exercise("15", my_full_blocks, drafts, {
