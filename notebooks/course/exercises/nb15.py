@@ -184,6 +184,7 @@ EXERCISES = [
         "rejected guesses are counted: another request would find their keys": "1 + kept -> 1 + len(draft)",
         "the model's choice after the guesses is counted, and its key is not yet computed": "1 + kept -> 2 + kept",
         "the newest token is computed in this step, too": "have + 1 + kept -> have + kept",
+        "a block that is not yet full is counted": "(have + 1 + kept) // -> (have + kept + block_size) //",
         "a guess after a wrong one is counted: the model chose it after another text":
             "kept = 0 -> kept = sum(a == b for a, b in zip(draft, chosen)) ;; while -> while False and ",
     }, "only blocks of accepted tokens can be found; on {ranks}, a second prompt that contains rejected guesses agrees "

@@ -1,5 +1,6 @@
 """How a value differs from the right one, in one sentence."""
 
+import functools
 from collections.abc import Sequence
 from numbers import Integral
 
@@ -22,11 +23,11 @@ def differs(value, right, within: float, dims: str = "", what: str = "it returns
     if isinstance(right, list | tuple | range) and isinstance(value, list | tuple | range):
         if len(value) == len(right):
             n = next((n for n, pair in enumerate(zip(value, right)) if differs(*pair, within)), None)
-            if n is not None and len(quoted([*right])) > 90:
+            if n is not None and max(len(quoted([*one])) for one in (value, right)) > 90:
                 return f"{what}, at number {n}, {kind(value[n])}, and {kind(right[n])} is right"
             return "" if n is None else f"{what} {_short(value)}, and {_short(right)} is right"
         lacks = next((one for one in right if one not in value), None) if len(right) > len(value) else None
-        if lacks is not None and len(_short(right)) > 90:
+        if lacks is not None and len(quoted([*right])) > 90:
             return f"{what} {kind(value)}, and a list of {len(right)} is right, with {quoted(lacks)} too"
     elif isinstance(right, dict) and isinstance(value, dict) and value.keys() == right.keys():
         return next(filter(None, (differs(value[key], right[key], within, dims, f"{what}, for {key!r},")
@@ -98,25 +99,27 @@ def where(value: torch.Tensor, right: torch.Tensor, within: float, names: Sequen
     which = (place or "it") if count == 1 else f"the first, {place}," if place else "the first"
     return (f"{count} of {bad.numel()} numbers {'is' if count == 1 else 'are'} wrong"
             + f", all at {only}" * bool(only and count > 1)
-            + f": {which} is {yours:.{digits}g}, and {must:.{digits}g} is right" + relation(value, right, most, names))
+            + f": {which} is {yours:.{digits}g}, and {must:.{digits}g} is right")
 
 
 def _few(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers[:4])) + " …" * (len(numbers) > 4)
 
 
-def relation(value: torch.Tensor, right: torch.Tensor, most: float, names: Sequence[str]) -> str:
+def relation(value, right, dims: str) -> str:
     """What all numbers have to do with the right ones, if it is simple: a factor, an order along a dimension."""
-    def is_like(one: torch.Tensor, other: torch.Tensor) -> bool:
-        return torch.allclose(one, other, rtol=0, atol=most)
-
-    if not (value.isfinite().all() and right.isfinite().all() and right.numel() > 2):
+    both = value, right
+    if not all(isinstance(one, torch.Tensor) and one.is_floating_point() and one.device.type == "cpu" for one in both):
         return ""
+    if value.shape != right.shape or right.numel() < 3 or not all(one.isfinite().all() for one in both):
+        return ""
+    value, right = value.detach().double(), right.detach().double()
+    is_like = functools.partial(torch.allclose, rtol=0, atol=1e-4 * max(1.0, right.abs().max().item()))
     ratio = ((value * right).sum() / (right * right).sum().clamp(min=1e-30)).item()
     factor = round(ratio) if abs(ratio) > 1 else 1 / round(1 / ratio) if abs(ratio) > 0.1 else 0
     if factor not in (0, 1) and is_like(value, factor * right):
         return f". Each number is the right one times {factor:.3g}"
-    for dim, name in enumerate(names):
+    for dim, name in enumerate(dims.split(", ")[:right.dim()]):
         mine, its = value.movedim(dim, 0), right.movedim(dim, 0)
         order = [next((i for i, one in enumerate(its) if is_like(one, row)), None) for row in mine] * (len(its) < 20)
         if order and None not in order and len({*order}) > 1:

@@ -38,7 +38,7 @@ def is_like(one: torch.Tensor, step: torch.Tensor) -> bool:
     if one.numel() != step.numel() or one.is_complex():
         return False
     one, step = one.double().squeeze(), step.double().flatten()
-    most = 1e-4 * max([1.0, *step[step.isfinite()].abs().tolist()])
+    most = 1e-4 * step[step.isfinite()].abs().amax().clamp(min=1.0).item() if step.isfinite().any() else 1e-4
     orders = permutations(range(one.dim())) if one.dim() < 6 else [range(one.dim())]
     return any(torch.allclose(one.permute(*order).flatten(), step, rtol=0, atol=most) for order in orders)
 

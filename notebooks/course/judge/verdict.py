@@ -9,7 +9,7 @@ from functools import cache
 import torch
 
 from course.judge import progress_file
-from course.judge.differ import alike, given, kind
+from course.judge.differ import alike, given, kind, relation
 from course.judge.exercise import Example, Exercise
 from course.judge.limit import limited
 from course.judge.observe import COLLECTIVES, Outcome, outcome
@@ -149,7 +149,7 @@ def described(found: Outcome, example: Example, called_with: str) -> list[str]:
     says = f"the result is right; {says}" if one.what == COLLECTIVES else says
     same = [name for name, arg in zip(found.exercise.given, example) if isinstance(arg, torch.Tensor) and arg.dim()
             and one.what.endswith("it returns") and alike(one.value, arg, 1e-6)]
-    says += f". That is {same[0]} as it went in" if same else ""
+    says += f". That is {same[0]} as it went in" if same else relation(one.value, one.must, found.exercise.dims)
     return [f"With {called_with}: {on}{says}"]
 
 
