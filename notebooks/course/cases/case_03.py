@@ -44,7 +44,7 @@ CASE = CaseFile(
            "checkpoint in transformers. The number of ranks does not matter: one, two and four give the same. Since "
            "the last release, modules are cast to the model's dtype in one place; we run float32 weights here, and the "
            "scores drop all the same.",
-    trials=trials, needs=fixed, user_output=user_output, below_bfloat16=True,
+    trials=trials, needs=fixed, user_output=user_output,
     bugs=(Bug(PLACE, __init__, "numbers are rounded to too few digits", "rope_dtype"),),
     why={
         "The frequencies of the rotation are rounded to bfloat16, and each position multiplies their error.": "",

@@ -59,7 +59,6 @@ class CaseFile:
     production: str  # what a repair that hides the symptom does to its users
     budget: int = 8  # runs
     after: str = ""  # a notebook behind the cases' own that it is about
-    below_bfloat16: bool = False  # its numbers differ by less than bfloat16 rounds
     needs: Callable[[object, int], str] = anywhere  # (config, ranks) → why it cannot show; as a Fault's
     user_output: Callable | None = None  # what its user ran, where that is no text: (ckpt, ranks) → words
     # Where a repair is no patch of the engine: (function, ckpt, ranks, seed) → what is true of a right one; raises

@@ -1,4 +1,4 @@
-"""The score of the diagnosis: every fault of the museum and every case, on models of several head layouts.
+"""The score of the diagnosis: every fault of the museum, on models of several head layouts.
 
     python -m course score                                   fable and four random checkpoints, 2 and 3 ranks
     python -m course score smollm2 --tp 2 --dtype float32    one model
@@ -8,7 +8,7 @@ import argparse
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 
-from course.cases import CASES, CaseFile
 from course.random_weights import fp8_tensors, write_random
 from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.checks import quoted
@@ -110,8 +109,7 @@ class Score:
 
 def score(models: Sequence[str | os.PathLike] = (), tensor_parallel_sizes: Sequence[int] = (2, 3),
           dtypes: Sequence[str] = ("float32", "bfloat16"), workers: int = 1, told=lambda line: None) -> Score:
-    """Break the engine with every fault and every case that can show, on every model, number of ranks and dtype;
-    diagnose each. A case with several bugs is named if one of them is, and nothing else; an innocent one if nothing is.
+    """Break the engine with every fault that can show, on every model, number of ranks and dtype; diagnose each.
 
     ``models``: names or folders; fable and four random checkpoints of other head layouts if none is given. The ranks
     are logical, ``workers`` processes share the work. ``told``: called with a line for every model, size and dtype.
@@ -136,24 +134,19 @@ def score(models: Sequence[str | os.PathLike] = (), tensor_parallel_sizes: Seque
 def _runs(job: tuple) -> list[Run]:
     name, model, size, dtype = job
     ckpt = open_checkpoint(model)
-    own = ckpt.config.traits or ckpt.config.scale_block  # such a model is for faults that show on no other
-    asked = map(MUSEUM.get, WING) if own else (*MUSEUM.values(), *CASES.values())
-    able = [one for one in asked if not one.why_not(ckpt.config, size)
-            and not (dtype == "bfloat16" and one.below_bfloat16)]
-    return [_run(name, ckpt, size, dtype, one) for one in (None, *able)]
+    has_traits = ckpt.config.traits or ckpt.config.scale_block  # such a model is for faults that show on no other
+    asked = map(MUSEUM.get, WING) if has_traits else MUSEUM.values()
+    able = [fault for fault in asked if not fault.why_not(ckpt.config, size)
+            and not (dtype == "bfloat16" and fault.below_bfloat16)]
+    return [_run(name, ckpt, size, dtype, fault) for fault in (None, *able)]
 
 
-def _run(model: str, ckpt: Checkpoint, size: int, dtype: str, fault: Fault | CaseFile | None) -> Run:
+def _run(model: str, ckpt: Checkpoint, size: int, dtype: str, fault: Fault | None) -> Run:
     from tplab.align import align, align_decode, diagnose
 
     options = {"tensor_parallel_size": size, "dtype": dtype, "patches": [fault] if fault else [], "logical": True}
     run, prompts = align, plain_prompts(ckpt.config.vocab_size)
-    if isinstance(fault, CaseFile):
-        trial = fault.trials(_taken(ckpt.config))[0]
-        prompts, options = trial.prompts, options | trial.options | {"dtype": dtype}
-        if trial.new_tokens:
-            run, options["new_tokens"] = align_decode, trial.new_tokens
-    elif fault:
+    if fault:
         options |= fault.options
         if fault.shows_in == "decode":
             options |= scenario(fault.name, ckpt.config.vocab_size)
@@ -167,28 +160,16 @@ def _run(model: str, ckpt: Checkpoint, size: int, dtype: str, fault: Fault | Cas
     return Run(model, size, dtype, fault and fault.name, said, _outcome(fault, found))
 
 
-def _taken(config) -> Callable[[int], list[int]]:
-    """``take(count)`` of a case's trials: token ids from the whole vocabulary, the same in every score."""
-    generator = torch.Generator().manual_seed(9)
-    return lambda count: torch.randint(config.vocab_size, (count,), generator=generator).tolist()
-
-
-def _true(fault: Fault | CaseFile | None) -> set[str]:
-    """What the diagnosis may call it."""
-    return {bug.fault for bug in fault.bugs} if isinstance(fault, CaseFile) else {fault.name} if fault else set()
-
-
-def _outcome(fault: Fault | CaseFile | None, found) -> str:
+def _outcome(fault: Fault | None, found) -> str:
     """``found`` must name the fault and nothing else: with another name beside the true one, it is wrong."""
-    true = _true(fault)
-    if not true:
+    if fault is None:
         return FALSE_ALARM if found else HEALTHY
     if not found:
         return UNSEEN
-    if any(one.fault and not true.intersection(one.names) for one in found):
+    if any(diagnosis.fault and fault.name not in diagnosis.names for diagnosis in found):
         return WRONG
-    named = [one for one in found if true.intersection(one.names)]
-    return UNNAMED if not named else EXACT if any(one.fault in true for one in named) else LOOKALIKE
+    named = [diagnosis.fault for diagnosis in found if fault.name in diagnosis.names]
+    return UNNAMED if not named else EXACT if fault.name in named else LOOKALIKE
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
