@@ -11,13 +11,13 @@ from dataclasses import replace
 
 import torch
 
-from tplab.align import errors, facts
+from tplab.align import errors, facts, points
 from tplab.align.diagnosis import Diagnosis, sentence_of
 from tplab.align.fit import GuiltyPoint
 from tplab.align.report import AlignReport
 from tplab.errors import TplabError
 
-SUMS = {"o_partial", "o_proj", "mlp_partial", "mlp"}  # over the ranks: one that lacks a share fits several bugs
+SUMS = {*points.SUMS["o"], *points.SUMS["down"]}  # over the ranks: one that lacks a share fits several bugs
 MISPLACED = ("row_order",)  # with these, rows of a rank are not those that they are taken for
 
 
@@ -29,8 +29,9 @@ def diagnose(found: AlignReport | TplabError) -> Diagnosis:
     ``LLM``) raised. The :class:`Diagnosis` is ``ok`` for a healthy report; its ``fault`` is None where nothing fits.
     """
     if isinstance(found, TplabError):
-        return next(_told(errors.ERRORS, *_error_chain(found)), Diagnosis(
-            None, f"Unknown cause. The run ended with: {str(found).splitlines()[0]}", "error"))
+        chain = _error_chain(found)
+        return next(_told(errors.ERRORS, *chain), Diagnosis(
+            None, f"No known bug fits. The run ended with: {str(chain[-1]).splitlines()[0]}", "error"))
     if found.diagnoses:
         return found.diagnoses[0]
     return next(_told(facts.COSTS, found), Diagnosis(

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from tplab.checks import spans
+
 
 def _always(config, layer: int) -> bool:
     return True
@@ -75,6 +77,8 @@ POINTS = {
 }
 NORM_PLACES = {name: point.module for name, point in POINTS.items() if point.needs not in (_always, _qk_norm)
                and point.op == "norm"}  # point → place
+# Of each row-parallel layer's output, the point of a rank's summand and that of the sum.
+SUMS = {"o": ("o_partial", "o_proj"), "down": ("mlp_partial", "mlp"), "experts": ("moe_partial", "mlp")}
 OUTER = ("embed", "norm", "logits")  # the points of no layer
 LAYER_POINTS = tuple(name for name in POINTS if name not in OUTER)
 
@@ -134,6 +138,12 @@ def as_index(indices: Sequence[int]) -> slice | torch.Tensor:
     if _in_a_row(indices):
         return slice(indices[0], indices[0] + len(indices))
     return torch.tensor(list(indices), dtype=torch.long)
+
+
+def span(indices: Sequence[int]) -> str:
+    """``0–5``, ``0, 2, 4``; long lists are cut."""
+    texts = spans(list(indices))
+    return ", ".join(texts if len(texts) <= 8 else [*texts[:6], "…", texts[-1]]) or "none"
 
 
 def _in_a_row(indices: Sequence[int]) -> bool:

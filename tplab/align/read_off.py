@@ -9,8 +9,7 @@ import torch
 
 from tplab.align.floors import SHORT
 from tplab.align.guilty import by_row
-from tplab.align.points import POINTS, inputs
-from tplab.checks import spans
+from tplab.align.points import POINTS, inputs, span
 from tplab.faults.probes import Probe
 from tplab.model.rope import Rotary, rotate
 from tplab.patch import Patch, original
@@ -112,12 +111,8 @@ def other_heads(point: "GuiltyPoint") -> Iterator[ReadOff]:
                  for x in held.split(1, 1)]
         if None in there or there == list(items):
             return
-        yield ReadOff("other_heads", f"rank {rank} holds {point.short} of heads {_spans(there)}, not {_spans(items)}",
+        yield ReadOff("other_heads", f"rank {rank} holds {point.short} of heads {span(there)}, not {span(items)}",
                       lambda other: other.held if other.short == point.short else None)
-
-
-def _spans(heads) -> str:
-    return ", ".join(spans(list(heads)))
 
 
 # The head of the model.

@@ -5,8 +5,6 @@ from typing import NamedTuple
 
 import torch
 
-from tplab.checks import spans
-
 Indices = tuple[int, ...]  # labels: numbers of items in the whole, in the rank's order
 PADDING = -1
 
@@ -43,9 +41,3 @@ def real_items(labels: Sequence[int]) -> tuple[list[int], Indices]:
     first = {label: at for at, label in reversed(list(enumerate(labels))) if label != PADDING}
     kept = sorted(first.values())
     return kept, tuple(labels[at] for at in kept)
-
-
-def span(indices: Sequence[int]) -> str:
-    """``0–5``, ``0, 2, 4``; long lists are cut."""
-    texts = spans(list(indices))
-    return ", ".join(texts if len(texts) <= 8 else [*texts[:6], "…", texts[-1]]) or "none"

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Iterator
 
 from tplab.align.check.folder import NOTHING_RAN, Call, RecordedRank
-from tplab.align.check.match import span
 from tplab.align.check.names import pattern_of, split_name
+from tplab.align.points import span
 
 
 def once(said: Iterable[tuple[int, int, str]]) -> list[str]:

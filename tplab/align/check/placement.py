@@ -12,10 +12,10 @@ from tplab.align.check.match import GROUP_OF, real_items
 from tplab.align.check.names import TABLES, pattern_of, role_in, role_of, split_name
 from tplab.align.check.notes import listed
 from tplab.align.check.outputs import check_joined, check_padding, find_lost_layers, idle_adapters
-from tplab.align.check.shares import SUMS, Shares
+from tplab.align.check.shares import Shares
 from tplab.align.check.sources import FEW, SHAPE, WHOLE, Source, Sources
 from tplab.align.check.weights import parameters_of
-from tplab.align.points import layout, point_names
+from tplab.align.points import SUMS, layout, point_names
 from tplab.align.recording import Recording, Shard
 from tplab.align.replay import Replay
 from tplab.checkpoint import Checkpoint

@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from tplab.align.check.match import GROUP_OF, GROUPS, PADDING, PARTS, Indices, span
+from tplab.align.check.match import GROUP_OF, GROUPS, PADDING, PARTS, Indices
 from tplab.align.check.names import FUSED
 from tplab.align.check.sources import FEW, SHAPE, Source, Sources
-from tplab.align.points import as_index, columns_of, layout
+from tplab.align.points import SUMS, as_index, columns_of, layout, span
 from tplab.align.recording import Contradiction, PlacementError
 from tplab.checkpoint import Checkpoint
 from tplab.shard import ShardPlan
@@ -23,7 +23,6 @@ LAYOUTS = {  # what check(layout=…) can be told
 _FUSED_OF = {part: fused for fused, parts in PARTS.items() for part in parts}
 _PAIRED = ("q", "k", "q_norm", "k_norm", "q_rope", "k_rope")
 ROWS = {"o": ("o_partial", "attn", "q"), "down": ("mlp_partial", "mlp_act", "mlp")}  # role → summand, input, dimension
-SUMS = {"o": ("o_partial", "o_proj"), "down": ("mlp_partial", "mlp"), "experts": ("moe_partial", "mlp")}
 
 
 class Candidate(NamedTuple):

@@ -6,13 +6,12 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from tplab.align.check.folder import NOTHING_RAN
-from tplab.align.check.match import span
 from tplab.align.check.names import OVERRIDE, claims, pattern_of, shared_modules, split_name
 from tplab.align.check.notes import call_notes, listed, once
 from tplab.align.check.overrides import check_names, overridden
 from tplab.align.check.refusals import check_one_model, check_parallel, check_rows, check_sizes, find_stages
 from tplab.align.check.rows import Texts, as_heads, as_rows, call_inputs
-from tplab.align.points import existing
+from tplab.align.points import existing, span
 from tplab.align.recording import Contradiction, PlacementError
 
 SAMPLE = 16  # the first rows, by which equal tensors are known

@@ -137,7 +137,11 @@ class CheckReport(AlignReport):
                            "--layout pairs")
         if "v" in kinds and kinds <= heads | {"v"} and "groups" not in self.told:
             return said + "Does the fused q|k|v lie KV head by KV head? Then give --layout groups"
-        return said + (f"So another tensor is {first}, which was taken {self.recording.assumed.get(first, '')}; give "
+        if kinds <= {"q_rope", "k_rope"}:
+            said += "A text whose positions all differ by one number has the same scores; check its positions. Or else "
+        else:
+            said += "So "
+        return said + (f"another tensor is {first}, which was taken {self.recording.assumed.get(first, '')}; give "
                        "--name to correct this")
 
     @property

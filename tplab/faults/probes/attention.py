@@ -54,7 +54,8 @@ probe("cross_sequence_attention", "attention", _ALL, "the sequences of a call se
 probe("softmax_scale", "attention", _ATTEND, "scores are multiplied by {:.4g}, not by the model's scale",
       lambda scale: lambda q, k, v, mask, scaling, **options: was(_ATTEND)(q, k, v, mask, scale, **options),
       each=lambda config: (1.0, 1 / config.head_dim, config.head_dim ** 0.5, config.head_dim ** -0.5,
-                           config.hidden_size ** -0.5, config.num_heads ** -0.5))
+                           config.hidden_size ** -0.5, config.num_heads ** -0.5,
+                           *(config.scaling * 2 ** (half / 2) for half in (-2, -1, 1, 2))))
 
 probe("softmax_scale", "attention", _ATTEND, "the weights are scaled, not the scores",
       lambda q, k, v, mask, scaling, **options: scaling * was(_ATTEND)(q, k, v, mask, 1.0, **options))

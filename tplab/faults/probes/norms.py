@@ -53,6 +53,6 @@ for _name, _title, _change in (
 _NORMED, _OTHER = "model.decoder.DecoderLayer.normed", {"input_norm": "post_attention_layernorm",
                                                         "post_norm": "input_layernorm"}
 
-probe("norm_weight_exchanged", "norm", _NORMED, "the layer's two norms have each other's weight",
+probe("norm_weight_exchanged", "norm", _NORMED, "the norm has the weight of the layer's other norm",
       lambda self, name, norm, x: was(_NORMED)(
           self, name, getattr(self, _OTHER[name]) if name in _OTHER else norm, x))

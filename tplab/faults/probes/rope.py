@@ -55,11 +55,12 @@ def _(self, q, k, cos, sin):
     return tuple(y.reshape(x.shape) for x, y in zip((q, k), turned))
 
 
-@probe("rope_partial", "rope", _ROPE, "only the first 1/{} of a head is turned", each=(2, 4))
-def _(share):
+@probe("rope_partial", "rope", _ROPE, "only the first 1/{0[0]} of a head is turned",
+       each=[(2, 1), (4, 1), (2, 2), (4, 4)])  # with the head's first frequencies, or with those of a smaller head
+def _(value):
     def turn(x, cos, sin):
-        size = x.shape[-1] // share // 2 * 2  # pairs of numbers
-        cos, sin = (table[0, :, None, :size // 2].repeat(1, 1, 2) for table in (cos, sin))
+        size = x.shape[-1] // value[0] // 2 * 2  # pairs of numbers
+        cos, sin = (table[0, :, None, :size // 2 * value[1]:value[1]].repeat(1, 1, 2) for table in (cos, sin))
         a, b = x[..., :size].chunk(2, -1)
         return torch.cat([x[..., :size] * cos + torch.cat([-b, a], -1) * sin, x[..., size:]], -1)
     return lambda self, q, k, cos, sin: (turn(q, cos, sin), turn(k, cos, sin))
@@ -96,9 +97,6 @@ probe("rope_theta", "rope", _ROTARY, "q and k are turned with theta {:g}",
 probe("rope_theta", "rope", _ROTARY, "the exponents of theta are counted over {}, not over the rotated numbers",
       lambda size: _angles(lambda p, right, theta: p * theta ** (-torch.arange(0, 2 * len(right), 2) / size)),
       each=lambda config: {config.hidden_size // config.num_heads, config.head_dim, config.hidden_size})
-
-probe("rope_terms", "rope", _ROTARY, "the exponents of theta have the wrong sign",
-      _angles(lambda p, right, theta: p * theta ** (torch.arange(len(right)) / len(right))))
 
 probe("rope_scaling", "rope", _ROTARY, "positions are divided by {:g}",
       lambda factor: _angles(lambda p, right, theta: p / factor * right), each=(2, 4, 8, 16, 32, 0.5, 0.25, 0.125))

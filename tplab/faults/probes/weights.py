@@ -118,6 +118,6 @@ def _permuted(order, parts: str):
 
 _ORDERS = {"Meta's": lambda i: i.view(2, -1).T.flatten(), "Hugging Face's": lambda i: i.view(-1, 2).T.flatten()}
 
-probe("rope_permuted_rows", "linear", _SPLIT, "the rows of each head of {0[1]} have {0[0]} order, and should not",
+probe("rope_permuted_rows", "linear", _SPLIT, "the rows of each head have {0[0]} order, and should not",
       lambda value: _permuted(_ORDERS[value[0]], value[1].replace("and", "")),
       each=[(whose, parts) for whose in _ORDERS for parts in ("q and k", "k", "q")])
