@@ -56,6 +56,18 @@ def no_sum(model, weights):
         layer.self_attn.o_proj.reduce = False
 
 
+def embedding_not_summed(model, weights):
+    model.model.embed_tokens.forward = unsummed(model.model.embed_tokens)
+
+
+def unsummed(embedding):
+    """A vocabulary-parallel lookup that leaves the rows of other ranks zero."""
+    def lookup(ids):
+        there = torch.isin(ids, torch.tensor(list(embedding.rows)))
+        return F.embedding((ids - embedding.rows[0]) * there, embedding.weight) * there[..., None]
+    return lookup
+
+
 def fused(order, module="qkv_proj"):
     """A fused matrix filled in another order than it is read in."""
     def change(model, weights):
@@ -138,16 +150,28 @@ class Folded(Joined):
 class Wide(HfLike):
     """A head whose gathered output has columns of padding."""
 
+    join = staticmethod(lambda x: F.pad(x, (0, 5), value=1e4))
+
     def __init__(self, w):
         super().__init__(w)
-        self.lm_head = Joined.Gather([self.lm_head], lambda x: F.pad(x, (0, 5), value=1e4), w.vocab_sizes)
+        self.lm_head = Joined.Gather([self.lm_head], self.join, w.vocab_sizes)
 
     def forward(self, input_ids, position_ids):
         return self.lm_head(self.model(input_ids, position_ids))
 
 
+class Reversed(Wide):
+    """A head that joins the ranks' logits in reverse order; rank 0 has one more."""
+
+    join = staticmethod(lambda x: torch.cat([x[..., -(x.shape[-1] // 2):], x[..., :-(x.shape[-1] // 2)]], -1))
+
+
 def scaled_twice(q, k, v):
     return q * 6 ** -0.5, k, v
+
+
+def scaled_by_local_heads(q, k, v):
+    return q * 2 ** -0.5, k, v  # hidden size / heads on this rank, of two
 
 
 def attention(before):
@@ -172,6 +196,10 @@ BUGS = {
     "theta, nothing recorded between wqkv and wo": Bug(Set(FastLike, LINES, theta), "rope_theta", "layers.0.attn"),
     "epsilon": Bug(Set(HfLike, LINES, each(Norm, eps=0.01)), "norm_epsilon", "layers.0.input_norm"),
     "softmax scale": Bug(Set(VllmLike, FLAT, attention(scaled_twice)), "softmax_scale", "layers.0.attn"),
+    "scale by the heads of a rank": Bug(Set(VllmLike, FLAT, attention(scaled_by_local_heads)), "softmax_scale",
+                                        "layers.0.attn"),
+    "the embedding not summed": Bug(Set(VllmLike, FLAT, embedding_not_summed), "all_reduce_missing", "embed"),
+    "logits joined in reverse order": Bug(Set(Reversed, LINES), "head_rows", "logits"),
     "keys and values exchanged": Bug(Set(VllmLike, FLAT, attention(lambda q, k, v: (q, v, k))), None, "layers.0.attn"),
     "no all-reduce": Bug(Set(VllmLike, FLAT, no_sum), "all_reduce_missing", "layers.0.o_proj"),
     "rank 0's KV heads on all": Bug(Set(HfLike, LINES, options=FIRST), "kv_first_rows", "layers.0.k", (1,)),

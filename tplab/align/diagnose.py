@@ -79,8 +79,9 @@ def _add(found: list[Diagnosis], one: Diagnosis, name: str) -> None:
         alike = both or known.names == one.names and _short(known.point) == _short(name)
         if alike and (known.scope == one.scope or not both or "" in (known.scope, one.scope)):
             better = known if known.fault in both or not both else one
+            ranks = tuple(sorted({*known.ranks, *one.ranks})) if known.ranks and one.ranks else ()
             found[i] = replace(better, lookalikes=tuple(f for f in both if f != better.fault),
-                               points=(*known.points, name), scope=known.scope or one.scope)
+                               points=(*known.points, name), scope=known.scope or one.scope, ranks=ranks)
             return
     found.append(replace(one, points=(name,)))
 

@@ -118,10 +118,10 @@ def other_heads(point: "GuiltyPoint") -> Iterator[ReadOff]:
 # The head of the model.
 
 def unrelated_head(point: "GuiltyPoint") -> Iterator[ReadOff]:
-    """Have the logits nothing to do with the right ones? Every row is wrong, on every rank; its values do not correlate
-    with the right ones, and are not these in another order."""
-    if point.short == "logits" and {*point.ranks} == {*point.held} and all(
-            _unrelated(x.double(), point.right[rank].double()) for rank, x in point.held.items()):
+    """Have the logits nothing to do with the right ones? Every row is wrong, on every rank; the values of all ranks do
+    not correlate with the right ones, and are not these in another order."""
+    if point.short == "logits" and {*point.ranks} == {*point.held} and _unrelated(
+            *(torch.cat([*shards.values()], 1).double() for shards in (point.held, point.right))):
         yield ReadOff("head_random", "the head's weights are not the checkpoint's: its logits have nothing to do with "
                       "the right ones", lambda other: other.held if other.short == "logits" else None)
 

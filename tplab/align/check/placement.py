@@ -98,7 +98,7 @@ class _Placement:
             plans = [plans[width == experts.intermediate_size]]
         if size == 1 or not asked:
             return plans[0]
-        for name in points:
+        for name in points[:-1]:  # logits may have other rows
             if name.rpartition(".")[2] not in sum(SUMS.values(), ()):
                 self._place(name)
         replays, plan = [Replay(self._recording(), ckpt, one) for one in plans], plans[0]

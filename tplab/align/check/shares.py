@@ -199,7 +199,7 @@ class Shares:
             found += [source for source in self.sources.of(f"{at}.{role}") if point in names
                       and self.summands.get((source.pattern, role), False) is summands]
         for source in sorted(found, key=self.sources.rank_of):
-            if name != "embed" or not self._is_masked(source):
+            if name != "embed" or source.kind == "in" or not self._is_masked(source):
                 yield Candidate(source, partial(self.sources.rows, source),
                                 "one summand on each rank" if summands else "whole on every rank")
 

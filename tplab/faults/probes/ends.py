@@ -21,8 +21,9 @@ probe("head_tied", "head", _LOGITS, "the head is the embedding, and the checkpoi
       lambda self, hidden: point("logits", self.finish(F.linear(hidden, self.embed_tokens.weight))),
       needs=lambda config: not config.tie_word_embeddings)
 
-probe("head_rows", "head", _HEAD, "the rows of the head stand in reverse order",
-      lambda self, hidden: was(_HEAD)(self, hidden).flip(-1))
+probe("head_rows", "head", _HEAD, "the ranks' logits are joined in reverse order",
+      lambda self, hidden: torch.cat(self.gather(was(_HEAD)(self, hidden)).split(self.sizes, -1)[::-1], -1)[
+          :, self.rows.start:self.rows.stop])
 
 probe("head_rows", "head", _HEAD, "the rows of the head are shifted by {:+}",
       lambda shift: lambda self, hidden: was(_HEAD)(self, hidden).roll(shift, -1), each=(1, -1))
