@@ -183,8 +183,6 @@ variant("an embedding scaled on loading", "embedding_scale", f"{EMBEDDING}.load"
     f"{EMBEDDING}.load", lambda s, x: x * x.shape[1] ** 0.5 if type(s).__name__ != "ParallelLMHead" else x))
 variant("the next token's embedding", "ids_shifted", f"{EMBEDDING}.forward", lambda self, ids: torch.cat(
     [(x := original(f"tplab.{EMBEDDING}.forward")(self, ids))[1:], x[:1]]))
-variant("a head upside down", "head_rows", f"{HEAD}.forward",
-        lambda self, x: x @ self.weight.flip(0).T)
 variant("half the logits", "logits_scale", f"{HEAD}.forward", lambda self, x: F.linear(x / 2, self.weight))
 variant("logits in a cap of 30", "logits_softcap", f"{HEAD}.forward",
         lambda self, x: 30 * (F.linear(x, self.weight) / 30).tanh())

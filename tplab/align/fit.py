@@ -142,7 +142,8 @@ class GuiltyPoint:
             gap = max(gap, far if far == far else float("inf"))
             if gap > self.tolerance:
                 return None
-        shows = {rank: ~(by_row(guess[rank], self.right[rank]) <= self.limit) for rank in self.held}
+        # Where the run must be wrong with this bug, although it is rounded.
+        shows = {rank: ~(by_row(guess[rank], self.right[rank]) <= 2 * self.limit) for rank in self.held}
         spared = sum(int((shows[rank] & ~self.wrong[rank]).sum()) for rank in self.ranks)
         scope = self._scope(shows, wrong) if spared else ""
         if not finite and spared and scope != IN_PROMPTS:
@@ -203,7 +204,7 @@ class GuiltyPoint:
         kinds = [(IN_DECODE, self.decoded), (IN_PROMPTS, ~self.decoded)]
         kinds += [(f"in sequence {s} only", sequences == s) for s in sequences[here].unique().tolist()]
         kinds += [(f"from position {first} on", positions >= first)]
-        return next((words for words, rows in kinds if torch.equal(shown & rows, here)),
+        return next((words for words, rows in kinds if not (here & ~rows | shown & rows & ~here).any()),
                     f"in {int(here.sum())} of {len(here)} rows, the first at position {first}")
 
     def _most(self, wrong: Rows) -> float:
