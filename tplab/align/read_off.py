@@ -42,10 +42,14 @@ def few_digits(point: "GuiltyPoint") -> Iterator[ReadOff]:
 
 def _rounded(dtype: torch.dtype) -> Callable:
     def guess(point: "GuiltyPoint") -> dict[int, torch.Tensor] | None:
-        few = all(torch.equal(x.to(dtype).to(x.dtype), x) and
-                  (by_row(x, point.right[rank]) < 4 * torch.finfo(dtype).eps).all()
-                  for rank, x in point.held.items() if rank in point.ranks)
-        return point.held if few else None
+        made = {rank: right.to(dtype).to(right.dtype) for rank, right in point.right.items()}
+        for rank in point.ranks:
+            wrong = point.wrong[rank]
+            x, right = point.held[rank][wrong], point.right[rank][wrong]
+            if not torch.equal(x.to(dtype).to(x.dtype), x) or not (by_row(x, right) < 4 * torch.finfo(dtype).eps).all():
+                return None
+            made[rank][wrong] = x.to(right.dtype)
+        return made
     return guess
 
 
