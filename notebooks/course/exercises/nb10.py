@@ -60,8 +60,10 @@ def steps():
         yield Example(rank_bytes, 2e9, 20, 0.1, says=f"ranks that read {read} at 2 GB/s, 20 layers, latency 0.1 s")
 
 
-def seconds(answer, *args):
-    yield "the seconds are", one_number(answer(*args), "seconds")
+def seconds(answer, rank_bytes, bandwidth, num_layers, latency):
+    reading, whole = (one_number(answer(rank_bytes, bandwidth, num_layers, each), "seconds") for each in (0.0, latency))
+    yield "with latency 0, the seconds are", reading
+    yield f"a latency of {latency:g} s adds, in seconds,", whole - reading
 
 
 EXERCISES = [

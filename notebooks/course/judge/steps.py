@@ -90,6 +90,8 @@ def right_steps(exercise: Exercise, answer: Callable, example: Example) -> str:
     right = ", ".join(f"{name} (line {lines[0][name]})" for name, line in at.items() if line > 0)
     missing = next((name for name, line in at.items() if not line), "")
     if not right:
-        return f"None of your lines makes {missing}" if missing else ""
-    rest = f"; see what follows line {max(at.values())}" if min(at.values()) > 0 else ""
+        return ""
+    last, code = max(at.values()), getattr(answer, "__code__", None)
+    follows = code and min(at.values()) > 0 and last < max(line for *_, line in code.co_lines() if line)
+    rest = f"; see what follows line {last}" if follows else ""
     return f"Right in yours: {right}" + (f"; not found: {missing}" if missing else rest)

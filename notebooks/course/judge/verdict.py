@@ -142,7 +142,7 @@ def described(found: Outcome, example: Example, called_with: str) -> list[str]:
         return lines + [f"It was called with {called_with}"] * (CALLED not in found.error and len(lines) < 3)
     wrong = sorted(found.wrong(), key=lambda rank: rank[1].what == COLLECTIVES)
     _, one, says = wrong[0]
-    ranks = [r for r, other, _ in wrong if other.what == one.what]
+    ranks = [r for r, other, theirs in wrong if other.what == one.what and theirs == says]
     which = ranks_in_words(ranks, example.ranks)
     on = f"on {which}{f' of {example.ranks}' * (which != 'every rank')}, " if example.ranks > 1 else ""
     on *= which != "every rank" or not re.search(r"\brank \d", one.what)  # it says itself of which rank it speaks
