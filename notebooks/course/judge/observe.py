@@ -11,6 +11,7 @@ import torch
 from course.judge.differ import alike, differs
 from course.judge.exercise import Example, Exercise
 from course.judge.words import NotYet, in_words
+from course.judge.work import unchanged
 from tplab.ranks import logical_ranks, op_log, rank
 from tplab.ranks.errors import CollectiveMismatch, RankError
 
@@ -91,9 +92,8 @@ def _look(exercise: Exercise, answer: Callable, example: Example, seen: list[See
         if not is_known or must and differs(value, wanted, exercise.within):
             return
     for name, arg, after in zip(exercise.given, kept, args):
-        if name != exercise.writes and differs(after, arg, 0):
-            nothing = "returns nothing, and " * (bool(seen) and seen[0].value is None)
-            raise NotYet(f"it {nothing}changes its argument {name}, which its caller still needs: work on a copy")
+        if name != exercise.writes:
+            unchanged(name, not differs(after, arg, 0), returns=not (seen and seen[0].value is None))
     if exercise.counted:
         count = len([one for one in op_log() if one.seq > before])
         seen.append(Seen(COLLECTIVES, count, known.get(COLLECTIVES, count)))

@@ -21,10 +21,11 @@ def dealt(total: int, size: int) -> list[range]:
     return [range(total * r * r // size ** 2, total * (r + 1) ** 2 // size ** 2) for r in range(size)]
 
 
-def unchanged(name: str, is_so: bool) -> None:
-    """NotYet if an argument was changed that the engine still needs."""
+def unchanged(name: str, is_so: bool, returns: bool = True) -> None:
+    """NotYet if an argument was changed that the engine still needs; ``returns``: whether something came back."""
     if not is_so:
-        raise NotYet(f"it changes its argument {name}, which its caller still needs: work on a copy")
+        nothing = "" if returns else "returns nothing, and "
+        raise NotYet(f"it {nothing}changes its argument {name}, which its caller still needs: work on a copy")
 
 
 def pair(value, what: str) -> list:
