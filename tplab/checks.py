@@ -63,6 +63,12 @@ def spans(numbers: Iterable[int]) -> list[str]:
     return [f"{run[0]}–{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs]
 
 
+def span(numbers: Iterable[int]) -> str:
+    """The same as one text; long lists are cut: ``"0–5, 7"``, ``"none"``."""
+    texts = spans(numbers)
+    return ", ".join(texts if len(texts) <= 8 else [*texts[:6], "…", texts[-1]]) or "none"
+
+
 def readable(text: str, error: type[Exception]) -> str:
     """``text`` itself. Raises ``error`` if no tokenizer can read it.
 

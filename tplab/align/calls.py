@@ -21,35 +21,30 @@ class Calls:
 
     Attributes:
         rows: per call, its rows of the recording.
-        plain: every sequence was computed whole in one call, so no cache is needed.
-        known: per sequence, how many of its tokens are known: from a -1 on, nothing is.
         absent: ``(sequence, position)`` of keys that no recorded call computed (a prefix computed before).
         slots: per sequence, the slot of each key: its row; behind the rows come the absent keys.
         right: blocks of one slot, each key in its own; the last slot stays empty.
-        told: the run's own block tables; ``right`` where they are not known, or rows were computed more than once.
+        recorded: the run's own block tables; ``right`` where they are not known, or rows were computed more than once.
     """
 
     def __init__(self, recording: Recording):
         self.recording = recording
-        row_of = {place: row for row, place in enumerate(recording.places)}
         sequences = range(len(recording.ids))
-        self.plain = len(row_of) == sum(map(len, recording.ids)) and all(
-            keys == len(recording.ids[s]) for (s, _), keys in zip(recording.places, recording.num_keys))
-        ordered = sorted(range(len(row_of)), key=lambda row: recording.origins[row])
+        ordered = sorted(range(len(recording.places)), key=lambda row: recording.origins[row])
         self.rows = [list(rows) for _, rows in groupby(ordered, lambda row: recording.origins[row][0])]
-        self.known = [text.index(-1) if -1 in text else len(text) for text in recording.ids]
         self.absent: list[tuple[int, int]] = []
-        self.slots = [self._slots_of(s, row_of) for s in sequences]
+        self.slots = [self._slots_of(s) for s in sequences]
         calls = [(call, s) for (call, _), (s, _) in zip(recording.origins, recording.places)]
         # How long each sequence's prompt was: the most keys of a call with several of its tokens.
         self._prompts = [max((keys for keys, key in zip(recording.num_keys, calls)
                               if key[1] == s and calls.count(key) > 1), default=1) for s in sequences]
-        self.right = Blocks([self._segments(rows) for rows in self.rows], 1, len(row_of) + len(self.absent) + 1, True)
-        self.told = self._told()
+        self.right = Blocks([self._segments(rows) for rows in self.rows], 1,
+                            len(recording.places) + len(self.absent) + 1, True)
+        self.recorded = self._recorded_blocks()
 
-    def _slots_of(self, number: int, row_of: dict[tuple[int, int], int]) -> list[int]:
+    def _slots_of(self, number: int) -> list[int]:
         """The slot of each key of a sequence: the row that computed it, or that of a text with the same beginning."""
-        texts, slots = self.recording.ids, []
+        texts, row_of, slots = self.recording.ids, self.recording.row_of, []
         for position in range(max((p for s, p in row_of if s == number), default=-1) + 1):
             alike = (s for s, text in enumerate(texts) if text[:position + 1] == texts[number][:position + 1])
             row = next((row_of[s, position] for s in (number, *alike) if (s, position) in row_of), None)
@@ -70,12 +65,12 @@ class Calls:
                 segments.append(Segment(position, 1, self.slots[s], self._prompts[s]))
         return segments
 
-    def _told(self) -> Blocks:
+    def _recorded_blocks(self) -> Blocks:
         known, origins = self.recording.segments, self.recording.origins
         segments = [known[origins[rows[0]][0]] if known else [] for rows in self.rows]
-        if any(sum(segment.count for segment in of) != len(rows) for of, rows in zip(segments, self.rows)):
+        if any(sum(segment.count for segment in call) != len(rows) for call, rows in zip(segments, self.rows)):
             return self.right
-        last = max(max(segment.block_ids) for of in segments for segment in of)
+        last = max(max(segment.block_ids) for call in segments for segment in call)
         return Blocks(segments, self.recording.block_size, last + 1, False)
 
     def with_row(self, sequence: int, position: int, slot: int) -> Blocks:

@@ -57,7 +57,7 @@ class _ForcingExecutor:
         ends = {s.request_id: s.segment.start + s.segment.count - s.num_draft_tokens - 1 for s in due}  # newest tokens
         chosen = {s.request_id: self.texts[s.request_id][ends[s.request_id] + 1:][:s.num_draft_tokens + 1] for s in due}
         kept = {s.request_id: runner.num_accepted(s.draft, chosen[s.request_id]) for s in due}
-        forced = {number: own[kept[number]] for number, own in chosen.items()}
+        forced = {number: tokens[kept[number]] for number, tokens in chosen.items()}
         answers = self.run(traced_step, step, forced)
         at = len(self.traces)
         self.traces.append([points for points, _ in answers])

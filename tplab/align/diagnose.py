@@ -22,68 +22,71 @@ MISPLACED = ("row_order",)  # with these, rows of a rank are not those that they
 
 
 @torch.inference_mode()
-def diagnose(found: AlignReport | TplabError) -> Diagnosis:
+def diagnose(result: AlignReport | TplabError) -> Diagnosis:
     """Name the bug behind a report's first divergence, or behind the error in which a run ended.
 
-    ``found``: what ``align``, ``align_decode`` or ``check`` returned, or the error that they (or an engine, or an
+    ``result``: what ``align``, ``align_decode`` or ``check`` returned, or the error that they (or an engine, or an
     ``LLM``) raised. The :class:`Diagnosis` is ``ok`` for a healthy report; its ``fault`` is None where nothing fits.
     """
-    if isinstance(found, TplabError):
-        chain = _error_chain(found)
+    if isinstance(result, TplabError):
+        chain = _error_chain(result)
         return next(_told(errors.ERRORS, *chain), Diagnosis(
             None, f"No known bug fits. The run ended with: {str(chain[-1]).splitlines()[0]}", "error"))
-    if found.diagnoses:
-        return found.diagnoses[0]
-    return next(_told(facts.COSTS, found), Diagnosis(
-        None, "Nothing is wrong: every trace point is inside the rounding floor.") if found.ok else _rounding(found))
+    if result.diagnoses:
+        return result.diagnoses[0]
+    return next(_told(facts.COSTS, result), Diagnosis(
+        None, "Nothing is wrong: every trace point is inside the rounding floor.") if result.ok else _rounding(result))
 
 
 @torch.inference_mode()
 def diagnose_all(report: AlignReport) -> list[Diagnosis]:
     """One diagnosis for each bug in an engine, in the order in which they show; empty if nothing is wrong."""
     contradictions = report.recording.contradictions if report.recording else ()
-    said = [Diagnosis(what.fault, f"{what[:1].upper()}{what[1:]}.", "layout") for what in contradictions]
+    diagnoses = [Diagnosis(what.fault, f"{what[:1].upper()}{what[1:]}.", "layout") for what in contradictions]
     by_layout = {short for what in contradictions for short in what.about}  # wrong, because a share is
     if not report.guilty:
-        return said or list(_told(facts.COSTS, report))[:1] or ([] if report.ok else [_rounding(report)])
+        return diagnoses or list(_told(facts.COSTS, report))[:1] or ([] if report.ok else [_rounding(report)])
     explained: list = []
-    found = {}
+    by_point = {}
     for name in (name for name in report.guilty if _short(name) not in by_layout & SUMS):
-        found[name] = _by_facts(report, name) or GuiltyPoint(report, name).diagnoses(explained)
-        if found[name][0].fault in MISPLACED:
-            return [replace(found[name][0], points=tuple(report.guilty))]
-    for name, each in found.items():
-        if explained and all(one.fault is None for one in each):  # what was found later may explain it, too
-            each = found[name] = GuiltyPoint(report, name).diagnoses(explained, known_only=True)
-        if all(one.fault is None for one in each) and (report.local[name].perhaps_from or _short(name) in by_layout):
+        by_point[name] = _by_facts(report, name) or GuiltyPoint(report, name).diagnoses(explained)
+        if by_point[name][0].fault in MISPLACED:
+            return [replace(by_point[name][0], points=tuple(report.guilty))]
+    for name, named in by_point.items():
+        if explained and not _any_name(named):  # what was found later may explain it, too
+            named = GuiltyPoint(report, name).diagnoses(explained, known_only=True)
+        if not _any_name(named) and (report.local[name].perhaps_from or _short(name) in by_layout):
             continue  # it may have its error from where nothing was recorded, or from a wrong share
-        for one in each:
-            _add(said, one, name)
-    return said
+        for diagnosis in named:
+            _add(diagnoses, diagnosis, name)
+    return diagnoses
+
+
+def _any_name(diagnoses: list[Diagnosis]) -> bool:
+    return any(diagnosis.fault for diagnosis in diagnoses)
 
 
 def _by_facts(report: AlignReport, name: str) -> list[Diagnosis]:
     """What the steps and block tables of the lab's own engine tell about a guilty point."""
-    told: Iterable = ()
-    if report.decode is not None and name == "embed":
-        told = _told((facts.rows_in_other_orders, facts.rejected_draft_kept), facts.Embedded(report))
-    elif report.decode is not None and name.endswith(".attn"):
-        told = filter(None, [facts.strange_blocks(report, name)])
-    return list(told)[:1]
+    if report.decode is None:
+        return []
+    if name == "embed":
+        return list(_told((facts.rows_in_other_orders, facts.rejected_draft_kept), facts.Embedded(report)))[:1]
+    return list(filter(None, [facts.strange_blocks(report, name)])) if name.endswith(".attn") else []
 
 
-def _add(found: list[Diagnosis], one: Diagnosis, name: str) -> None:
+def _add(diagnoses: list[Diagnosis], diagnosis: Diagnosis, name: str) -> None:
     """A diagnosis of the point ``name`` beside those found before: with the same bug's, if it is among them."""
-    for i, known in enumerate(found):
-        both = tuple(fault for fault in known.names if fault in one.names)
-        alike = both or known.names == one.names and _short(known.point) == _short(name)
-        if alike and (known.scope == one.scope or not both or "" in (known.scope, one.scope)):
-            better = known if known.fault in both or not both else one
-            ranks = tuple(sorted({*known.ranks, *one.ranks})) if known.ranks and one.ranks else ()
-            found[i] = replace(better, lookalikes=tuple(f for f in both if f != better.fault),
-                               points=(*known.points, name), scope=known.scope or one.scope, ranks=ranks)
+    for i, known in enumerate(diagnoses):
+        both = tuple(fault for fault in known.names if fault in diagnosis.names)
+        alike = both or known.names == diagnosis.names and _short(known.point) == _short(name)
+        if alike and (known.scope == diagnosis.scope or not both or "" in (known.scope, diagnosis.scope)):
+            better = known if known.fault in both or not both else diagnosis
+            ranks = tuple(sorted({*known.ranks, *diagnosis.ranks})) if known.ranks and diagnosis.ranks else ()
+            diagnoses[i] = replace(better, lookalikes=tuple(f for f in both if f != better.fault),
+                                   points=(*known.points, name), scope=known.scope or diagnosis.scope, ranks=ranks)
             return
-    found.append(replace(one, points=(name,)))
+    diagnoses.append(replace(diagnosis, points=(name,)))
 
 
 def _short(name: str) -> str:
@@ -91,17 +94,17 @@ def _short(name: str) -> str:
 
 
 def _told(procedures: Iterable, *about) -> Iterator[Diagnosis]:
-    return filter(None, (asked(one) for asked in procedures for one in about))
+    return filter(None, (asked(case) for asked in procedures for case in about))
 
 
 def _error_chain(error: TplabError) -> list[TplabError]:
     """The error and those of the lab that led to it: its cause, or what the first rank raised."""
-    found = []
-    while isinstance(error, TplabError) and error not in found:
-        found.append(error)
+    chain = []
+    while isinstance(error, TplabError) and error not in chain:
+        chain.append(error)
         first = getattr(error, "first", None)
         error = first.exception if first is not None and first.exception is not None else error.__cause__
-    return found
+    return chain
 
 
 def _rounding(report: AlignReport) -> Diagnosis:

@@ -48,18 +48,18 @@ def rows_in_other_orders(case: "Embedded") -> Diagnosis | None:
     row_of = {place: row for row, place in enumerate(case.places)}
     for step in case.report.decode.steps if case.report.decode else ():
         sequences = [[(s.request_id, s.segment.start + i) for i in range(s.segment.count)] for s in step.requests]
-        here = ours[[row_of[place] for places in sequences for place in places]]
-        here_ids = case.token_ids(sum(sequences, []))
-        if case.fits(here, weight[here_ids]):
+        embedded = ours[[row_of[place] for places in sequences for place in places]]
+        token_ids = case.token_ids(sum(sequences, []))
+        if case.fits(embedded, weight[token_ids]):
             continue
         for order in itertools.islice(itertools.permutations(sequences), 1, 120):
             order_ids = case.token_ids(sum(order, []))
             for ranks in (case.plan.ranks[1:], case.plan.ranks[1::2]):
-                guess = torch.zeros_like(here)
+                guess = torch.zeros_like(embedded)
                 for shard in case.plan.ranks:
-                    ids = order_ids if shard in ranks else here_ids
+                    ids = order_ids if shard in ranks else token_ids
                     guess += weight[ids] * ((ids >= shard.vocab.start) & (ids < shard.vocab.stop))[:, None]
-                if case.fits(here, guess):
+                if case.fits(embedded, guess):
                     names = [[places[0][0] for places in some] for some in (sequences, order)]
                     return fact("row_order", "embed", f"In step {step.step_number}, rank 0 holds them in the order "
                                 f"{names[0]}, rank {ranks[0].rank} in the order {names[1]}: the all-reduce adds up "
@@ -147,7 +147,7 @@ def strange_blocks(report: AlignReport, name: str) -> Diagnosis | None:
         return None
     fault = ("preempted_not_recomputed" if known else
             "prefix_hash_without_parent" if at >= 0 and texts[owner][at] == token else
-            "rejected_draft_findable" if (owner, position, token) in {found[1:] for found in _drafted(facts)} else
+            "rejected_draft_findable" if (owner, position, token) in {drafted[1:] for drafted in _drafted(facts)} else
             "cached_before_computed")
     says = STRANGE_READS[fault].format(position=position, owner=owner, token=texts[owner][at])
     return fact(fault, name, f"In step {step}, sequence {number} {says}.", step=step, sequence=number,

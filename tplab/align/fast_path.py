@@ -85,11 +85,11 @@ def align_fast(model: str | Checkpoint, prompts, *, tensor_parallel_size: int = 
     config = EngineConfig(vocab_size=ckpt.config.vocab_size, max_model_len=max(map(len, texts)), block_size=BLOCK,
                           num_blocks=sum(blocks_needed(len(text), BLOCK) for text in texts), dtype=dtype,
                           tensor_parallel_size=tensor_parallel_size)
-    found = pool_for(tensor_parallel_size, pool).run(_on_rank, ckpt, plan, config, texts, min(8, shortest - 2),
-                                                     timeout=LOAD_TIMEOUT)
+    distances = pool_for(tensor_parallel_size, pool).run(_on_rank, ckpt, plan, config, texts, min(8, shortest - 2),
+                                                         timeout=LOAD_TIMEOUT)
     diffs = []
-    for name in found[0]:
-        fast, reference = (max(rank[name][way] for rank in found) for way in (0, 1))
+    for name in distances[0]:
+        fast, reference = (max(rank[name][way] for rank in distances) for way in (0, 1))
         allowed = max(ALLOWED * reference, ROUNDING[dtype])
         diffs.append(FastDiff(name, fast, reference, allowed))
     return FastReport(ckpt.name, tensor_parallel_size, dtype, tuple(diffs))
@@ -101,12 +101,12 @@ def _on_rank(ckpt, plan, config, texts, new_tokens) -> dict[str, tuple[float, fl
     if type(fast) is ModelRunner:
         raise AlignError("this rank has no fast path: something is patched")
     reference, exact = ModelRunner(ckpt, plan, config), ModelRunner(ckpt, plan, replace(config, dtype=torch.float64))
-    found: dict[str, tuple[float, float]] = {}
+    distances: dict[str, tuple[float, float]] = {}
 
     def compare(name: str, ours, right, judge) -> None:
         scale = judge.double().norm().clamp(min=1e-30)
         far = [((x.double() - judge).norm() / scale).item() for x in (ours, right)]
-        found[name] = tuple(max(pair) for pair in zip(far, found.get(name, (0.0, 0.0))))
+        distances[name] = tuple(max(pair) for pair in zip(far, distances.get(name, (0.0, 0.0))))
 
     for ids, positions, segments, rows in _steps(texts, new_tokens):
         seen = []
@@ -120,7 +120,7 @@ def _on_rank(ckpt, plan, config, texts, new_tokens) -> dict[str, tuple[float, fl
         compare("logits", ours, seen[0][1], seen[1][1])
     for name in ("k_cache", "v_cache"):
         compare(name, *(getattr(runner.cache, name) for runner in (fast, reference, exact)))
-    return found
+    return distances
 
 
 def _steps(texts: Sequence[list[int]], new_tokens: int):

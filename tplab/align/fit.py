@@ -171,12 +171,12 @@ class GuiltyPoint:
         logs, layers = self.report.op_logs, self.judge.config.num_layers
         if not logs or not self._adds_up(bug):
             return 2
-        there, right = self._all_reduces(bug.patches), self._all_reduces()
+        with_bug, right = self._all_reduces(bug.patches), self._all_reduces()
         done = [record.started for record in logs[0] if record.op == "all_reduce"]
-        if any(done) == bool(there.any()) and len(done) == 1 + layers * len(there):
+        if any(done) == bool(with_bug.any()) and len(done) == 1 + layers * len(with_bug):
             return 2
-        fewer = len(there) < len(right) and len(done) >= 1 + layers * len(right)
-        return int(not fewer and any(done) == bool(there.any()))
+        fewer = len(with_bug) < len(right) and len(done) >= 1 + layers * len(right)
+        return int(not fewer and any(done) == bool(with_bug.any()))
 
     def _adds_less(self, bug: Bug) -> bool:
         """Whether the engine with this bug has fewer all-reduces in the layer than the right one."""
@@ -198,14 +198,14 @@ class GuiltyPoint:
     def _scope(self, shows: Rows, wrong: Rows) -> str:
         """The kind of rows in which a bug stands."""
         shown = torch.stack([shows[rank] for rank in self.ranks]).any(0)
-        here = torch.stack([wrong[rank] for rank in self.ranks]).any(0)
+        wrong_rows = torch.stack([wrong[rank] for rank in self.ranks]).any(0)
         sequences, positions = torch.tensor(self.places).T
-        first = int(positions[here].min())
+        first = int(positions[wrong_rows].min())
         kinds = [(IN_DECODE, self.decoded), (IN_PROMPTS, ~self.decoded)]
-        kinds += [(f"in sequence {s} only", sequences == s) for s in sequences[here].unique().tolist()]
+        kinds += [(f"in sequence {s} only", sequences == s) for s in sequences[wrong_rows].unique().tolist()]
         kinds += [(f"from position {first} on", positions >= first)]
-        return next((words for words, rows in kinds if not (here & ~rows | shown & rows & ~here).any()),
-                    f"in {int(here.sum())} of {len(here)} rows, the first at position {first}")
+        return next((words for words, rows in kinds if not (wrong_rows & ~rows | shown & rows & ~wrong_rows).any()),
+                    f"in {int(wrong_rows.sum())} of {len(wrong_rows)} rows, the first at position {first}")
 
     def _most(self, wrong: Rows) -> float:
         """The largest difference in these rows, relative to a row's largest value; infinite for NaN alone."""
@@ -230,10 +230,9 @@ class GuiltyPoint:
         evidence = self._evidence(wrong)
         if unseen := sorted(self.shorts - {self.short}):
             evidence += f"; {', '.join(unseen)} before it {'was' if len(unseen) == 1 else 'were'} not recorded"
-        call_of = {place: call for place, (call, _) in zip(self.report.recording.places, self.report.recording.origins)}
-        calls = [call_of.get(place, 0) for place in self.places]
-        first = min((calls[row] for row in rows.nonzero().flatten().tolist()), default=0)
-        if first > min(calls, default=0):  # an engine that computes a text anew has all of its rows in the last call
+        calls = torch.tensor([self.report.recording.call_of[place] for place in self.places])
+        first = int(calls[rows].min())
+        if first > calls.min():  # an engine that computes a text anew has all of its rows in the last call
             evidence += f"; the calls before call {first} are right"
         asked = dict.fromkeys(bug.name for bug in self.judge.bugs if self._can_show(bug))
         return Diagnosis(None, f"{sentence_of('unknown cause', evidence, self.name, scope, ranks)} Looked for and not "

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from tplab.align.points import as_index, layout
+from tplab.align.points import as_index, in_a_row, layout
 from tplab.align.recording import Recording, Shard
 from tplab.checkpoint.layout import by_parameter, tensor_parts
 from tplab.model import LoadStats, NoCache, TensorParallelCausalLM, load_model
@@ -66,21 +66,21 @@ def whole_point(name: str, shards: list[Shard | None]) -> tuple[torch.Tensor, fl
         return torch.stack(tensors).sum(0), 0.0, None
     if held[0].kind == "replicated":
         return tensors[0], max((_distance(tensor, tensors[0]) for tensor in tensors[1:]), default=0.0), None
-    every = [index for shard in held for index in shard.indices]
-    if every and every == list(range(every[0], every[0] + len(every))):  # one share behind the other
-        return torch.cat(tensors, 1), 0.0, every
+    joined, held_indices = torch.cat(tensors, 1), [index for shard in held for index in shard.indices]
+    if in_a_row(held_indices):  # one share behind the other
+        return joined, 0.0, held_indices
     owner: dict[int, tuple[int, int]] = {}
     spread = 0.0
     for number, shard in enumerate(held):
         twice = [(i, *owner[index]) for i, index in enumerate(shard.indices) if index in owner]
         if twice:
             mine, number_before, theirs = (list(column) for column in zip(*twice))
-            there = torch.stack([tensors[n][:, i] for n, i in zip(number_before, theirs)], 1)
-            spread = max(spread, _distance(shard.tensor[:, mine], there))
+            before = torch.stack([tensors[n][:, i] for n, i in zip(number_before, theirs)], 1)
+            spread = max(spread, _distance(shard.tensor[:, mine], before))
         for i, index in enumerate(shard.indices):
             owner.setdefault(index, (number, i))
     indices = sorted(owner)
-    joined, starts = torch.cat(tensors, 1), [0]
+    starts = [0]
     for tensor in tensors:
         starts.append(starts[-1] + tensor.shape[1])
     return joined[:, as_index([starts[number] + i for number, i in map(owner.get, indices)])], spread, indices
@@ -109,11 +109,11 @@ class Piece(NamedTuple):
 
 def model_pieces(model: TensorParallelCausalLM) -> Iterator[Piece]:
     """Every parameter of this rank, cut into its pieces of the checkpoint's tensors, by Hugging Face's names."""
-    here = dict(model.named_parameters())
+    parameters = dict(model.named_parameters())
     for path, parts in by_parameter(tensor_parts(model.config, ())).items():
-        if path not in here:  # an expert that another rank holds
+        if path not in parameters:  # an expert that another rank holds
             continue
-        parameter = here[path]
+        parameter = parameters[path]
         tensors = parameter.data.split([len(rows) for rows in parameter.ranges], parameter.shard_dim)
         for name, rows, tensor in zip(parts, parameter.ranges, tensors, strict=True):
             yield Piece(name, parameter.shard_dim, rows, tensor)

@@ -87,21 +87,21 @@ class Judge(Replay):
     @torch.inference_mode()
     def diff(self, name: str) -> LocalDiff:
         """The verdict on one recorded point."""
-        found, known, least = [], False, LOCAL[self.recording.dtype]
+        gaps, known, least = [], False, LOCAL[self.recording.dtype]
         for rank in self.judged_ranks(name):
             right = self.expected(name, rank)
             gap = by_row(self.held(name, rank), right).max().item() if right.numel() else 0.0
-            found.append((gap, rank, least if gap <= least else self.tolerance(name, rank)))
+            gaps.append((gap, rank, least if gap <= least else self.tolerance(name, rank)))
             known = known or bool(right.isfinite().any())
-        if not found:
+        if not gaps:
             return LocalDiff(name, 0.0, 0, 1.0, ())
-        gap, worst, tolerance = max(found, key=lambda each: each[0] / each[2])
-        guilty = tuple(r for g, r, t in found if not g <= t)
+        gap, worst, tolerance = max(gaps, key=lambda each: each[0] / each[2])
+        guilty = tuple(r for g, r, t in gaps if not g <= t)
         if guilty and layout(name) == "partial" and self._whole_is_right(name):
             guilty = ()
         diff = LocalDiff(name, gap, worst, tolerance, guilty, not known)
         if guilty:
-            self._expected |= {(name, rank): self.expected(name, rank) for _, rank, _ in found}
+            self._expected |= {(name, rank): self.expected(name, rank) for _, rank, _ in gaps}
             unseen = unseen_before(name, self.recording, self.ckpt)
             diff = replace(diff, perhaps_from=next((self._suspects[p] for p in unseen if p in self._suspects), ""))
             self._suspects.update(dict.fromkeys(unseen, diff.perhaps_from or name))

@@ -33,9 +33,6 @@ def judge(recording: Recording, ckpt: Checkpoint, plan: ShardPlan, patches: tupl
     theirs, exact = _Reference(recording, ckpt, recording.dtype), None
     if short:
         exact = _Reference(recording, ckpt, torch.float32)
-    whole = {s: len(text) for s, text in enumerate(recording.ids)}
-    plain = len(recording.places) == sum(whole.values()) and all(
-        keys == whole[s] for (s, _), keys in zip(recording.places, recording.num_keys))
     points, evidence, broken, broken_layer = [], {}, False, None
     for name in recorded_points(recording, ckpt):
         try:
@@ -51,7 +48,7 @@ def judge(recording: Recording, ckpt: Checkpoint, plan: ShardPlan, patches: tupl
                     ours = _with_bias(name, ours, right, ckpt)
             if held is not None and len(held) < right.shape[1]:  # the others are on ranks that are missing
                 right = right[:, held]
-            point = compare(name, ours, right, spread, recording.dtype, not plain, measured)
+            point = compare(name, ours, right, spread, recording.dtype, not recording.plain, measured)
             if judged:
                 point = _by_local(point, local[name], broken)
                 broken = broken or not local[name].inside
@@ -69,7 +66,8 @@ def judge(recording: Recording, ckpt: Checkpoint, plan: ShardPlan, patches: tupl
             more["failed"] = internal_error(name, error)  # the last resort of a check: earlier findings stay
             local.pop(name, None)
             break
-    computed = None if plain else [[p for s, p in recording.places if s == number] for number in whole]
+    computed = None if recording.plain else [[p for s, p in recording.places if s == number]
+                                             for number in range(len(recording.ids))]
     report = kind(ckpt.name, plan, recording.dtype, recording.ids, points, evidence, checkpoint=ckpt,
                   patches=tuple(patch.target for patch in patches), computed=computed, recording=recording, **more)
     if judged:
@@ -102,20 +100,19 @@ class _Reference:
 
     def __init__(self, recording: Recording, ckpt: Checkpoint, dtype: torch.dtype):
         self.recording, model = recording, hf_model(ckpt, dtype)
-        self.known = [text.index(-1) if -1 in text else len(text) for text in recording.ids]
         self.traces = [hf_trace(model, text[:known] or [0], recording.points)
-                       for text, known in zip(recording.ids, self.known)]
+                       for text, known in zip(recording.ids, recording.known)]
 
     def rows(self, name: str) -> slice | list[int]:
         """The rows of a point that have a reference."""
         places = self.recording.logit_places if name == "logits" else self.recording.places
-        rows = [row for row, (s, p) in enumerate(places) if p < self.known[s]]
+        rows = [row for row, (s, p) in enumerate(places) if p < self.recording.known[s]]
         return rows if len(rows) < len(places) else slice(None)
 
     def pop(self, name: str) -> torch.Tensor:
         places = self.recording.logit_places if name == "logits" else self.recording.places
-        places, found = [(s, p) for s, p in places if p < self.known[s]], []
+        places, parts = [(s, p) for s, p in places if p < self.recording.known[s]], []
         for number, trace in enumerate(self.traces):
             positions, whole = [p for s, p in places if s == number], trace.pop(name)
-            found.append(whole if positions == list(range(len(whole))) else whole[positions])
-        return torch.cat(found)
+            parts.append(whole if positions == list(range(len(whole))) else whole[positions])
+        return torch.cat(parts)

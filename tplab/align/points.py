@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from tplab.checks import spans
-
 
 def _always(config, layer: int) -> bool:
     return True
@@ -104,7 +102,7 @@ def point_names(config, gate_up: bool = False) -> list[str]:
 def made_from(name: str, config) -> tuple[str, ...]:
     """The points (short names, or ``"before"``) from which a point (canonical name) of this model is made."""
     layer = layer_of(name)
-    return tuple(next(one for one in names.split("|") if one == "before" or POINTS[one].needs(config, layer))
+    return tuple(next(point for point in names.split("|") if point == "before" or POINTS[point].needs(config, layer))
                  for names in POINTS[name.rpartition(".")[2]].made_from)
 
 
@@ -115,7 +113,7 @@ def existing(name: str, config) -> str:
         return name
     before = layer_of(name) - 1
     into = "embed" if before < 0 else f"layers.{before}.output"
-    return next(into if one == "before" else f"{at}.{one}" for one in POINTS[point].made_from)
+    return next(into if choice == "before" else f"{at}.{choice}" for choice in POINTS[point].made_from)
 
 
 def inputs(name: str, config) -> list[str]:
@@ -123,29 +121,23 @@ def inputs(name: str, config) -> list[str]:
     at, _, _ = name.rpartition(".")
     before = config.num_layers - 1 if layer_of(name) is None else layer_of(name) - 1
     into = "embed" if before < 0 else f"layers.{before}.output"
-    return [into if one == "before" else f"{at}.{one}".lstrip(".") for one in made_from(name, config)]
+    return [into if choice == "before" else f"{at}.{choice}".lstrip(".") for choice in made_from(name, config)]
 
 
 def columns_of(items: Sequence[int], size: int) -> Sequence[int]:
     """The features of heads (or of other items) that have ``size`` each."""
-    if _in_a_row(items):
+    if in_a_row(items):
         return range(items[0] * size, (items[-1] + 1) * size)
     return [item * size + j for item in items for j in range(size)]
 
 
 def as_index(indices: Sequence[int]) -> slice | torch.Tensor:
     """Indices as something to index with; a slice, which copies nothing, where they follow one another."""
-    if _in_a_row(indices):
+    if in_a_row(indices):
         return slice(indices[0], indices[0] + len(indices))
     return torch.tensor(list(indices), dtype=torch.long)
 
 
-def span(indices: Sequence[int]) -> str:
-    """``0–5``, ``0, 2, 4``; long lists are cut."""
-    texts = spans(list(indices))
-    return ", ".join(texts if len(texts) <= 8 else [*texts[:6], "…", texts[-1]]) or "none"
-
-
-def _in_a_row(indices: Sequence[int]) -> bool:
+def in_a_row(indices: Sequence[int]) -> bool:
     row = range(indices[0], indices[0] + len(indices)) if len(indices) else ()
     return len(indices) > 0 and (indices == row if isinstance(indices, range) else list(indices) == list(row))

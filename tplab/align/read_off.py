@@ -9,7 +9,8 @@ import torch
 
 from tplab.align.floors import SHORT
 from tplab.align.guilty import by_row
-from tplab.align.points import POINTS, inputs, span
+from tplab.align.points import POINTS, inputs
+from tplab.checks import span
 from tplab.faults.probes import Probe
 from tplab.model.rope import Rotary, rotate
 from tplab.patch import Patch, original
@@ -111,11 +112,11 @@ def other_heads(point: "GuiltyPoint") -> Iterator[ReadOff]:
         whole |= {head: right[:, [at]] for at, head in enumerate(items)}
     for rank in point.ranks:
         items, held = point.report.recording.points[point.name][rank].indices, point.held[rank]
-        there = [next((head for head, right in whole.items() if (by_row(x, right) <= point.tolerance).all()), None)
+        heads = [next((head for head, right in whole.items() if (by_row(x, right) <= point.tolerance).all()), None)
                  for x in held.split(1, 1)]
-        if None in there or there == list(items):
+        if None in heads or heads == list(items):
             return
-        yield ReadOff("other_heads", f"rank {rank} holds {point.short} of heads {span(there)}, not {span(items)}",
+        yield ReadOff("other_heads", f"rank {rank} holds {point.short} of heads {span(heads)}, not {span(items)}",
                       lambda other: other.held if other.short == point.short else None)
 
 
@@ -169,32 +170,32 @@ def stale_row(point: "GuiltyPoint") -> Iterator[ReadOff]:
     judge, rank = point.judge, point.ranks[0]
     config, calls = judge.config, judge.calls
     wrong = (point.wrong[rank] & point.finite[rank]).nonzero().flatten().tolist()
-    if point.short != "attn" or calls.plain or not wrong or point.judge.plan.ranks[rank].kv_heads == range(0):
+    if point.short != "attn" or judge.recording.plain or not wrong or point.judge.plan.ranks[rank].kv_heads == range(0):
         return
     layer, (s, position) = f"layers.{point.layer}.", point.places[wrong[0]]
     q, k, v = (judge.into(layer + name, rank).double() for name in ("q_rope", "k_rope", "v"))
-    own = [slot for slot in calls.slots[s][:position + 1]]
-    if max(own) >= len(k) or len(own) * len(k) > MOST_ROWS:
+    slots = [slot for slot in calls.slots[s][:position + 1]]
+    if max(slots) >= len(k) or len(slots) * len(k) > MOST_ROWS:
         return
     reads = torch.tensor(judge.plan.ranks[rank].kv_for_q)
     k, v = (torch.cat([x, torch.zeros_like(x[:1])])[:, reads] for x in (k, v))  # the last: a slot never written
     e = torch.einsum("hd,rhd->rh", q[wrong[0]], k) * config.scaling
     e = (e - e.max()).exp()[..., None]  # [rows + 1, heads, 1]
-    total, top = e[own].sum(0), (e[own] * v[own]).sum(0)
-    found = []
-    for p, slot in enumerate(own[:-1]):
+    total, top = e[slots].sum(0), (e[slots] * v[slots]).sum(0)
+    gaps = []
+    for p, slot in enumerate(slots[:-1]):
         guess = (top - e[slot] * v[slot] + e * v) / (total - e[slot] + e)
         far = by_row(guess, point.held[rank][wrong[0]].double()[None].expand_as(guess))
-        found += [(far.min().item(), p, int(far.argmin()))]
-    gap, p, other = min(found, default=(float("inf"), 0, 0))
+        gaps += [(far.min().item(), p, int(far.argmin()))]
+    gap, p, other = min(gaps, default=(float("inf"), 0, 0))
     if gap > 3 * point.tolerance:
         return
     slot, what = calls.right.num_blocks - 1, "nothing"
     if other < len(k) - 1:
         slot, what = other, "the key and value of token {1} of sequence {0}".format(*point.places[other])
     yield ReadOff("cache_row_stale", f"row {p} of sequence {s}'s cache holds {what}: it was not written, or it was "
-                  "written over", lambda here: None if here.short != "attn" else {
-                      rank: made[here.name] for rank, made in judge.misread(here.name, s, p, slot).items()})
+                  "written over", lambda attn: None if attn.short != "attn" else {
+                      rank: made[attn.name] for rank, made in judge.misread(attn.name, s, p, slot).items()})
 
 
 OTHERS = other_heads, other_positions, stale_row, scale_ignored, unrelated_head  # asked last

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -66,3 +67,24 @@ class Recording:
     unjudged: list[str] = field(default_factory=list)  # the parts of the run that could not be judged
     adapted: set[str] = field(default_factory=set)  # points that come from a module with an adapter (LoRA)
     warnings: list[str] = field(default_factory=list)  # what a right engine may do, and what it can lead to
+
+    @cached_property
+    def row_of(self) -> dict[tuple[int, int], int]:
+        """The row of each (sequence, position)."""
+        return {place: row for row, place in enumerate(self.places)}
+
+    @cached_property
+    def call_of(self) -> dict[tuple[int, int], int]:
+        """The call that computed each (sequence, position)."""
+        return {place: call for place, (call, _) in zip(self.places, self.origins)}
+
+    @cached_property
+    def known(self) -> list[int]:
+        """Per sequence, how many of its tokens are known: from a -1 on, nothing is."""
+        return [text.index(-1) if -1 in text else len(text) for text in self.ids]
+
+    @cached_property
+    def plain(self) -> bool:
+        """Whether every sequence was computed whole in one call, so that no cache was needed."""
+        return len(self.places) == sum(map(len, self.ids)) and all(
+            keys == len(self.ids[s]) for (s, _), keys in zip(self.places, self.num_keys))

@@ -65,9 +65,9 @@ def hf_greedy(ckpt: Checkpoint, input_ids: list[int], max_new_tokens: int, dtype
     ids = torch.tensor([input_ids])
     model = hf_model(ckpt, parse_dtype(dtype))
     with _own_rope(model):  # no end of text: a comparison wants the same number of tokens from both sides
-        found = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_new_tokens,
-                               eos_token_id=None, pad_token_id=0)
-    return found[0, len(input_ids):].tolist()
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, eos_token_id=None,
+                                max_new_tokens=max_new_tokens, pad_token_id=0)
+    return output[0, len(input_ids):].tolist()
 
 
 @contextmanager

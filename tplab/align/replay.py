@@ -62,9 +62,8 @@ class Replay:
         self.recording, self.ckpt, self.plan, self.config = recording, ckpt, plan, ckpt.config
         self.exact = torch.float32 if recording.dtype in SHORT else torch.float64
         self.ranks, self.calls = range(recording.world_size), Calls(recording)
-        row_of = {place: row for row, place in enumerate(recording.places)}
         self.ids = torch.tensor([recording.ids[s][p] for s, p in recording.places])
-        self.logit_rows = [row_of[place] for place in recording.logit_places]
+        self.logit_rows = [recording.row_of[place] for place in recording.logit_places]
         # Of each call, the rows of `logits` that it computes.
         self._drawn = [[n for n, row in enumerate(self.logit_rows) if row in rows]
                        for rows in map(set, self.calls.rows)]
@@ -137,7 +136,7 @@ class Replay:
     def broken(self, name: str, patches: Sequence[Patch]) -> Made:
         """The same with patches, up to the point ``name``, with the block tables of the run. Broken code may raise
         anything."""
-        return self._replay(name, tuple(patches), self.exact, self.calls.told, name)
+        return self._replay(name, tuple(patches), self.exact, self.calls.recorded, name)
 
     def misread(self, name: str, sequence: int, position: int, slot: int) -> Made:
         """The clean engine up to the point ``name``, where later calls read ``slot`` in the place of one key's."""
@@ -151,15 +150,15 @@ class Replay:
             (enter,) = inputs(f"layers.{layer}.input_norm", self.config)
         entering = {rank: self.into(enter, rank, dtype) for rank in stage} if until != "embed" else {}
         if layer is not None and blocks.filled:
-            for s in {s for s, p in self.calls.absent if p < self.calls.known[s]}:  # before all ranks ask at once
+            for s in {s for s, p in self.calls.absent if p < self.recording.known[s]}:  # before all ranks ask at once
                 self._trace(s, self._filling(dtype))
         for kept in (self._models, self._held):  # what belongs to other layers
             for key in [key for key in kept if key[1] != layer]:
                 del kept[key]
         with torch.inference_mode(), applied(*patches, clean=True):
-            found = logical_ranks(len(stage), self._on_rank, stage, layer, dtype, entering, blocks, until,
+            made = logical_ranks(len(stage), self._on_rank, stage, layer, dtype, entering, blocks, until,
                                   any(patch.target.rpartition(".")[2] in _LOADING for patch in patches), timeout=30.0)
-        return dict(zip(stage, found))
+        return dict(zip(stage, made))
 
     def _model(self, rank: int, stage: list[int], layer: int | None, dtype: torch.dtype, anew: bool
                ) -> TensorParallelCausalLM:
@@ -180,7 +179,7 @@ class Replay:
         rank = stage[this_rank()]
         model = self._model(rank, stage, layer, dtype, anew)
         cache = None
-        if layer is not None and not self.calls.plain:
+        if layer is not None and not self.recording.plain:
             cache = PagedKVCache(self.config.num_layers, blocks.num_blocks, blocks.block_size,
                                  len(model.shard.kv_heads), self.plan.head_dim, dtype)
             if blocks.filled:
@@ -188,8 +187,8 @@ class Replay:
         parts: dict[str, list[torch.Tensor]] = {}
         for call, (rows, segments) in enumerate(zip(self.calls.rows, blocks.segments)):
             drawn = self._drawn[call]
-            here = {n: calls[call] for n, calls in self._held_by_call(rank, layer, dtype).items()}
-            with suppress(_Passed), traced(_Until(here, until)) as points:
+            held = {n: calls[call] for n, calls in self._held_by_call(rank, layer, dtype).items()}
+            with suppress(_Passed), traced(_Until(held, until)) as points:
                 if layer is None:
                     point("embed", model.embed(self.ids[rows]))
                     normed = point("norm", model.norm(entering[rank][rows].to(dtype)))
@@ -213,7 +212,7 @@ class Replay:
         for slot, (s, position) in enumerate(self.calls.absent, len(self.ids)):
             for name, slots in ("k_rope", cache.k_slots), ("v", cache.v_slots):
                 slots[layer][slot] = self._trace(s, dtype)[f"layers.{layer}.{name}"][position, heads] if (
-                    position < self.calls.known[s]) else torch.nan
+                    position < self.recording.known[s]) else torch.nan
 
     def _filling(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of Hugging Face's run for a replay in ``dtype``."""
@@ -222,6 +221,6 @@ class Replay:
     def _trace(self, s: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         """Hugging Face's points of a sequence's known tokens."""
         if (s, dtype) not in self._traces:
-            ids = self.recording.ids[s][:self.calls.known[s]]
+            ids = self.recording.ids[s][:self.recording.known[s]]
             self._traces[s, dtype] = hf_trace(hf_model(self.ckpt, dtype), ids)
         return self._traces[s, dtype]

@@ -138,9 +138,9 @@ class AlignReport:
 
     def diagnosis_lines(self) -> list[str]:
         """The diagnoses in words and numbered: where, the bug's name, those that look alike, the evidence."""
-        return [f"{number}. {one.where}: {one.fault or 'no name'}" + (
-            f" (or {', '.join(one.lookalikes)})" if one.lookalikes else "") + f". {one.sentence}"
-            for number, one in enumerate(self.diagnoses, 1)]
+        return [f"{number}. {diagnosis.where}: {diagnosis.fault or 'no name'}" + (
+            f" (or {', '.join(diagnosis.lookalikes)})" if diagnosis.lookalikes else "") + f". {diagnosis.sentence}"
+            for number, diagnosis in enumerate(self.diagnoses, 1)]
 
     @property
     def tp_logits(self) -> torch.Tensor:
@@ -195,15 +195,15 @@ class AlignReport:
         """A pandas table of the points; without ``every_layer``, the layers' outputs and the ends of the model only."""
         import pandas as pd
 
-        found = [asdict(p) for p in self.points if every_layer or p.name.rpartition(".")[2]
+        rows = [asdict(p) for p in self.points if every_layer or p.name.rpartition(".")[2]
                  in ("embed", "output", "norm", "logits")]
-        return pd.DataFrame(found, columns=[column.name for column in fields(PointDiff)]).set_index("name")
+        return pd.DataFrame(rows, columns=[column.name for column in fields(PointDiff)]).set_index("name")
 
     def __repr__(self) -> str:
         first = self.first_divergence
-        found = "everything inside the floor" if self.ok else f"first outside the floor: {first.name if first else '–'}"
+        where = "everything inside the floor" if self.ok else f"first outside the floor: {first.name if first else '–'}"
         return (f"{type(self).__name__}({self.model}, tp {self.plan.tensor_parallel_size}, "
-                f"{str(self.dtype).removeprefix('torch.')}: {found})")
+                f"{str(self.dtype).removeprefix('torch.')}: {where})")
 
     def summary(self) -> str:
         """Two or three lines for the terminal."""

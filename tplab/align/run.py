@@ -127,15 +127,15 @@ def reassemble(model: str | Checkpoint, *, tensor_parallel_size: int = 2, enable
     parts, wrong = tensor_parts(ckpt.config, ckpt.tensors), {}
     with ckpt.reader() as reader:
         for name, part in parts.items():
-            pieces, true, said = by_name[name], read_part(part, reader).float(), []
+            pieces, true, differences = by_name[name], read_part(part, reader).float(), []
             covered = torch.zeros(true.shape[pieces[0][1].dim], dtype=torch.bool)
             for rank, piece in pieces:
                 covered[piece.rows.start:piece.rows.stop] = True
                 if not torch.equal(true.narrow(piece.dim, piece.rows.start, len(piece.rows)), piece.tensor.float()):
                     what = "rows" if piece.dim == 0 else "columns"
-                    said.append(f"{what} {piece.rows.start}–{piece.rows.stop - 1} on rank {rank} differ")
+                    differences.append(f"{what} {piece.rows.start}–{piece.rows.stop - 1} on rank {rank} differ")
             if not covered.all():
-                said.append(f"{int((~covered).sum())} of {len(covered)} rows are on no rank")
-            if said:
-                wrong[name] = "; ".join(said)
+                differences.append(f"{int((~covered).sum())} of {len(covered)} rows are on no rank")
+            if differences:
+                wrong[name] = "; ".join(differences)
     return wrong

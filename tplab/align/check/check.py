@@ -44,7 +44,7 @@ def check(folder: str | os.PathLike, model: str | Checkpoint, *, names: Mapping[
     stopped, broken_off = (
         tuple(once((rank, call.index, call.status.rstrip(".") + (call.last and f", in {call.last}"))
                    for rank, call in calls if call.status.startswith(how))) for how in ("failed", "cut off"))
-    facts = dict(folder=str(recorded.folder), stopped=stopped, broken_off=broken_off, told=tuple(layout))
+    facts = dict(folder=str(recorded.folder), stopped=stopped, broken_off=broken_off, layouts=tuple(layout))
     try:
         recording = find_points(recorded, ckpt, names, tuple(layout))
         report = judge(recording, ckpt, recording.plan, by_local=True, kind=CheckReport, **facts)

@@ -45,12 +45,12 @@ class Entry:
 
     def tensor(self) -> Tensor:
         """Read it from its file; RecordingError if the file has changed or shrunk since the folder was read."""
-        found = torch.empty(math.prod(self.shape), dtype=self.dtype)
+        tensor = torch.empty(math.prod(self.shape), dtype=self.dtype)
         with open(_ordinary(self.file), "rb") as file:
             file.seek(self.offset)
-            if file.readinto(found.view(torch.uint8).numpy()) != found.nbytes:
+            if file.readinto(tensor.view(torch.uint8).numpy()) != tensor.nbytes:
                 raise RecordingError(f"{self.file} ends within {self.name!r}; it was cut off after the folder was read")
-        return found.reshape(self.shape)
+        return tensor.reshape(self.shape)
 
 
 @dataclass(frozen=True)
@@ -141,12 +141,12 @@ def _text(value) -> str:
 
 def _ids(value) -> Tensor:
     try:
-        found = torch.tensor(value)
+        ids = torch.tensor(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
-        found = torch.empty(1)
-    if found.numel() and found.dtype != torch.int64:
+        ids = torch.empty(1)
+    if ids.numel() and ids.dtype != torch.int64:
         raise _Wrong(f"{quoted(value)} is not whole numbers in rows of one length")
-    return found.long()
+    return ids.long()
 
 
 def _among(value, known):
@@ -163,14 +163,14 @@ class _Draft:
     """A call while its lines are read, or the parameters; and the files that hold its tensors one after the other."""
 
     def __init__(self, folder: Path, stem: str, line: dict):
-        self.folder, self.stem, said = folder, stem, {key: value for key, value in line.items() if value is not None}
+        self.folder, self.stem = folder, stem
         self.files: list[tuple[Path, int, list[int]]] = []  # path, where its tensors begin, from there each one's end
         self.entries, self.last, self.raised, self.left = [], "", [], {}
         self.notes = ["calls=: this call"] * bool(line.get("skipped"))
-        self.ids, self.positions, self.sequences = (_ids(said[key]) if key in said else None for key in (
-            "input_ids", "positions", "sequences"))
-        self.texts = {int(key): _ids(ids).flatten().tolist() for key, ids in said["texts"].items()
-                      } if "texts" in said else None
+        self.ids, self.positions, self.sequences = (None if line.get(key) is None else _ids(line[key])
+                                                    for key in ("input_ids", "positions", "sequences"))
+        self.texts = None if line.get("texts") is None else {
+            int(key): _ids(ids).flatten().tolist() for key, ids in line["texts"].items()}
 
     def take(self, event: str, line: dict) -> None:
         """A line about this call."""
@@ -247,8 +247,8 @@ class _RankReader:
         return RecordedRank(self.rank, tuple(self.calls), {entry.name: entry for entry in self.parameters.entries})
 
     def _begin(self, line: dict) -> None:
-        if (found := (line["format"], line["version"])) != ("tplab-record", VERSION):
-            raise _Wrong(f"it is {quoted(found)}, not tplab-record {VERSION}")
+        if (written := (line["format"], line["version"])) != ("tplab-record", VERSION):
+            raise _Wrong(f"it is {quoted(written)}, not tplab-record {VERSION}")
         if not self.rank == _number(line["rank"]) < _number(line["world_size"], _MAX_WORLD):
             raise _Wrong(f"rank {line['rank']} of {line['world_size']}, in a folder named rank{self.rank}")
         self.about = {"run": _text(line["run"]), "world_size": line["world_size"]}

@@ -25,7 +25,7 @@ GROUPS = {"q": Group("query heads", ("q", "q_norm", "q_rope", "attn"), "q_heads"
           "v": Group("value heads", ("v",), "kv_heads", ("attn",)),
           "mlp": Group("MLP columns", ("gate", "mlp_act", "up"), "mlp", ("mlp_partial", "mlp")),
           "vocab": Group("vocabulary rows", ("logits",), "vocab")}
-GROUP_OF = {point: which for which, group in GROUPS.items() for point in group.points}
+GROUP_OF = {point: key for key, dimension in GROUPS.items() for point in dimension.points}
 
 
 def near(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -100,9 +100,9 @@ def split_name(name: str) -> tuple[int | None, str]:
     itself: ``"model.layers.3.mlp.up_proj"`` → ``(3, "mlp.up_proj")``."""
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
     for i, part in enumerate(parts):
-        if found := re.fullmatch(r"(?:(?:decoder_?)?(?:layers?|blocks?)_?|h_?)?(\d+)", part):
+        if match := re.fullmatch(r"(?:(?:decoder_?)?(?:layers?|blocks?)_?|h_?)?(\d+)", part):
             if i or not part.isdecimal():
-                return int(found.group(1)), ".".join(parts[i + 1:])
+                return int(match.group(1)), ".".join(parts[i + 1:])
     return None, ".".join(parts)
 
 
@@ -131,17 +131,17 @@ def role_of(layer: int | None, rest: str) -> str | None:
 def role_in(config, layer: int | None, rest: str) -> str | None:
     """The same in this model, whose norms have the checkpoint's names and whose layers may have experts."""
     *above, last = rest.lower().split(".")
-    own = None
+    role = None
     if layer is not None and rest:
         places = {name: place for place, name in config.norms}
-        own = next((point for point, place in NORM_PLACES.items() if places.get(last) == place), None)
-        if config.experts and own is None:
+        role = next((point for point, place in NORM_PLACES.items() if places.get(last) == place), None)
+        if config.experts and role is None:
             inner = last.startswith("shared_expert") or any(part.startswith(("experts", "shared_expert"))
                                                             for part in above)
-            own = "" if inner else _EXPERTS.get(last)
-            if own == "experts" and config.experts.shared_intermediate_size:
-                own = ""  # the block's output has the shared expert's beside it
-    return role_of(layer, rest) if own is None else own
+            role = "" if inner else _EXPERTS.get(last)
+            if role == "experts" and config.experts.shared_intermediate_size:
+                role = ""  # the block's output has the shared expert's beside it
+    return role_of(layer, rest) if role is None else role
 
 
 def claims(entries, config, names: Mapping[str, str], shared: Mapping[str, tuple[int, list[int]]]
@@ -184,7 +184,7 @@ def shared_modules(call, config) -> dict[str, tuple[int, list[int]]]:
     for entry in call.entries:
         if entry.kind != "tensor":
             runs[entry.name] = max(runs.get(entry.name, 0), entry.nth + 1)
-    places, found = {split_name(name) for name in runs}, {}
+    places, shared = {split_name(name) for name in runs}, {}
     layers = sorted({layer for layer, rest in places if layer is not None and layer < config.num_layers})
     if not layers or any(why.startswith("layers=") for why in call.left_out):
         layers = [*range(config.num_layers)]
@@ -193,8 +193,8 @@ def shared_modules(call, config) -> dict[str, tuple[int, list[int]]]:
         inner = role_of(0, rest.rpartition(".")[2]) in ("rotary", "act", "core", "kv_cache")
         alone = layer is None or layer == 0 and len(layers) > 1 and (1, rest) not in places
         if inner and alone and times % len(layers) == 0 and (times > 1 or layer is None):
-            found[name] = times // len(layers), layers
-    return found
+            shared[name] = times // len(layers), layers
+    return shared
 
 
 def _named_point(name: str) -> str | None:

@@ -4,13 +4,13 @@ from collections.abc import Iterable, Iterator
 
 from tplab.align.check.folder import NOTHING_RAN, Call, RecordedRank
 from tplab.align.check.names import pattern_of, split_name
-from tplab.align.points import span
+from tplab.checks import span
 
 
-def once(said: Iterable[tuple[int, int, str]]) -> list[str]:
+def once(sentences: Iterable[tuple[int, int, str]]) -> list[str]:
     """``(rank, call, sentence)`` as lines, each sentence once: ``"ranks 0–1, calls 0–3: …"``."""
     calls: dict[str, dict[int, set[int]]] = {}
-    for rank, call, what in said:
+    for rank, call, what in sentences:
         calls.setdefault(what, {}).setdefault(rank, set()).add(call)
     return [f"{listed('rank', [*of_rank])}, {listed('call', sorted(set().union(*of_rank.values())))}: {what}"
             for what, of_rank in calls.items()]

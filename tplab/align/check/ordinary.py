@@ -85,7 +85,7 @@ def lower_precision(report, names: list[str]) -> tuple[str, set[str]]:
         # The first of those that explain it equally well: TF32 and float16 have as many digits.
         best = next(what for what, part in left.items() if part <= 2 * min(left.values()) + 1e-3)
         if left[best] <= LEFT:
-            return best, {one for one in able if _left(report.judge, report.local[one], PRECISIONS[best]) <= LEFT}
+            return best, {other for other in able if _left(report.judge, report.local[other], PRECISIONS[best]) <= LEFT}
     return "", set()
 
 
@@ -96,19 +96,19 @@ def noisy(report, names: list[str]) -> bool:
     kinds = {name.rpartition(".")[2] for name in names}
     alike = {name for name in report.local if name.rpartition(".")[2] in kinds}
     return alike == set(names) and kinds <= _ABLE and all(_is_noise(report, name, 5e-3) and all(
-        (by_row(*_pair(report.judge, name, of)) > report.judge.tolerance(name, of)).all()
-        for of in report.local[name].guilty) for name in names)
+        (by_row(*_pair(report.judge, name, rank)) > report.judge.tolerance(name, rank)).all()
+        for rank in report.local[name].guilty) for name in names)
 
 
-def _pair(judge, name: str, of: int) -> tuple[torch.Tensor, torch.Tensor]:
-    right = judge.expected(name, of)
-    return judge.held(name, of).to(right.dtype), right
+def _pair(judge, name: str, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
+    right = judge.expected(name, rank)
+    return judge.held(name, rank).to(right.dtype), right
 
 
 def _is_noise(report, name: str, least: float = 0.0) -> bool:
     """Whether a difference is small beside the right values, and no multiple of them."""
-    for of in report.local[name].guilty:
-        held, right = (x.flatten(1) for x in _pair(report.judge, name, of))
+    for rank in report.local[name].guilty:
+        held, right = (x.flatten(1) for x in _pair(report.judge, name, rank))
         known = right.isfinite().all(1)
         off, size = (held - right)[known], right[known].norm()
         if not (off.isfinite().all() and least * size <= off.norm() <= 0.2 * size and (
@@ -119,12 +119,12 @@ def _is_noise(report, name: str, least: float = 0.0) -> bool:
 
 def _left(judge, diff, patches: tuple[Patch, ...]) -> float:
     """The part of a difference that a replay with these patches leaves, on the worst rank: 0 if it is rounding."""
-    found = [0.0]
-    for of in diff.guilty:
-        (held, right), changed = _pair(judge, diff.name, of), judge.broken(diff.name, patches)[of][diff.name]
+    parts_left = [0.0]
+    for rank in diff.guilty:
+        (held, right), changed = _pair(judge, diff.name, rank), judge.broken(diff.name, patches)[rank][diff.name]
         wrong, rest = ~(by_row(held, right) <= diff.tolerance), by_row(held, changed)
         if not (rest <= diff.tolerance).all():
             off, left = ((held - x).flatten(1)[wrong].norm(dim=1) for x in (right, changed))
             few = ((left <= 0.5 * off) | (rest[wrong] <= 3 * diff.tolerance)).all()
-            found.append((left.norm() / off.norm()).item() if few else float("inf"))
-    return max(found)
+            parts_left.append((left.norm() / off.norm()).item() if few else float("inf"))
+    return max(parts_left)

@@ -15,18 +15,18 @@ from tplab.align.recording import Contradiction, Recording
 
 def check_padding(sources: Sources) -> None:
     """Where every recorded tensor of logits is wider than the vocabulary, the sampler sees the padding, too."""
-    every = sources.of("logits")
-    for source in reversed(every):
+    logit_sources = sources.of("logits")
+    for source in reversed(logit_sources):
         rank = sources.complete(source)[0]
-        (_, own), (_, padding) = (sources.logits(source, rank, padding=behind) or ([], torch.empty(0, 0))
+        (_, logits), (_, padding) = (sources.logits(source, rank, padding=behind) or ([], torch.empty(0, 0))
                                   for behind in (False, True))
         if not padding.numel():
             return
-    if every:
-        more = f"{every[0]} has {padding.shape[1]} columns of padding"
-        if drawn := int((padding.amax(1) > own.amax(1)).sum()):
+    if logit_sources:
+        more = f"{logit_sources[0]} has {padding.shape[1]} columns of padding"
+        if drawn := int((padding.amax(1) > logits.amax(1)).sum()):
             sources.contradictions.append(Contradiction(
-                f"{more}, and in {drawn} of {len(own)} rows the largest logit is one of them, no token",
+                f"{more}, and in {drawn} of {len(logits)} rows the largest logit is one of them, no token",
                 "vocab_padding"))
         else:
             sources.warnings.append(f"{more}; the sampler must not see them")
@@ -37,11 +37,11 @@ def check_joined(sources: Sources, kept: Source, recording: Recording) -> None:
     row_of, size = {place: row for row, place in enumerate(recording.logit_places)}, sources.config.vocab_size
     for source in sources.of("logits") if sources.world_size > 1 else ():
         for rank in sources.complete(source) if source is not kept else ():
-            there, joined = sources.logits(source, rank) or ([], torch.empty(0, 0))
-            rows = [(row_of[place], row) for row, place in enumerate(there) if place in row_of][:SAMPLE]
+            places, joined = sources.logits(source, rank) or ([], torch.empty(0, 0))
+            rows = [(row_of[place], row) for row, place in enumerate(places) if place in row_of][:SAMPLE]
             if joined.shape[1] < size or not rows:
                 continue
-            few = [replace(shard, tensor=shard.tensor[[here for here, _ in rows]])
+            few = [replace(shard, tensor=shard.tensor[[kept_row for kept_row, _ in rows]])
                    for shard in recording.points["logits"][::-1] if shard]
             whole, _, held = whole_point("logits", few)  # of several that hold a token, the last
             if held != list(range(size)):
@@ -51,13 +51,13 @@ def check_joined(sources: Sources, kept: Source, recording: Recording) -> None:
             if not differs.any() or near(theirs, ours):
                 continue
             token_of = {bytes(column.numpy().data): token for token, column in enumerate(ours)}
-            found = [token_of.get(bytes(column.numpy().data)) for column in theirs]
+            order = [token_of.get(bytes(column.numpy().data)) for column in theirs]
             wrong = int(differs.any(1).nonzero()[0])
             what = (f"has the logits' shape, and is neither the logits of {kept} nor a reordering of them"
-                    if None in found else f"holds the logits of {kept} in another order: those of token {found[wrong]} "
+                    if None in order else f"holds the logits of {kept} in another order: those of token {order[wrong]} "
                     f"stand in the place of token {wrong}")
             sources.contradictions.append(Contradiction(f"on rank {rank}, {source} {what}",
-                                                        None if None in found else "head_rows"))
+                                                        None if None in order else "head_rows"))
             return
 
 
@@ -65,26 +65,26 @@ def idle_adapters(sources: Sources) -> set[str]:
     """The modules with an adapter (LoRA); a warning names those in which it adds nothing: its weights were never
     loaded, or are lost."""
     bare = {source.name: source for source in sources.unclaimed() if source.kind == "out"}
-    found: dict[tuple[str, str], list[int]] = {}
+    idle_layers: dict[tuple[str, str], list[int]] = {}
     adapted = {whole.name: whole for whole in sources.claimed()
                if whole.kind == "out" and f"{whole.name}.base_layer" in bare}
     for name, whole in [*adapted.items()]:
         idle = []
         for rank in sources.complete(bare[f"{name}.base_layer"]):
-            a, b = (sources.rows(one, rank, FEW) for one in (bare[f"{name}.base_layer"], whole))
+            a, b = (sources.rows(source, rank, FEW) for source in (bare[f"{name}.base_layer"], whole))
             idle += [rank] * (a is not None and b is not None and torch.equal(a, b))
         if idle:
             del adapted[name]
-            found.setdefault((pattern_of(name), listed("rank", idle)), []).append(split_name(name)[0])
+            idle_layers.setdefault((pattern_of(name), listed("rank", idle)), []).append(split_name(name)[0])
     sources.warnings += [f"the adapter of {name} adds nothing on {ranks} ({listed('layer', layers)})"
-                         for (name, ranks), layers in found.items()]
+                         for (name, ranks), layers in idle_layers.items()]
     return set(adapted)
 
 
 def find_lost_layers(sources: Sources, shares) -> list[int]:
     """Layers that ran on no rank: no tensor of them was recorded, and the next layer's input is the output of the layer
     before them."""
-    recorded, found = [-1, *sorted(sources.layers_of(*sources.ranks)), sources.config.num_layers], []
+    recorded, lost_layers = [-1, *sorted(sources.layers_of(*sources.ranks)), sources.config.num_layers], []
 
     def first(name: str) -> torch.Tensor | None:
         """A replicated point's first rows on the first rank that has it."""
@@ -94,10 +94,10 @@ def find_lost_layers(sources: Sources, shares) -> list[int]:
         ends = [first(f"layers.{layer}.output" if layer >= 0 else "embed") for layer in (before, behind - 1)]
         if behind - before > 1 and None not in [end if end is None else 1 for end in ends] and near(*ends):
             lost = list(range(before + 1, behind))
-            found += lost
+            lost_layers += lost
             source = f"layer {before}" if before >= 0 else "the embedding"
             target = f"layer {behind}" if behind < sources.config.num_layers else "the last norm"
             sources.contradictions.append(Contradiction(
                 f"{listed('layer', lost)} ran on no rank: the input of {target} is the output of {source}",
                 "layer_skipped"))
-    return found
+    return lost_layers

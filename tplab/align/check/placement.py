@@ -24,36 +24,36 @@ from tplab.shard import ShardPlan
 KEPT = 60  # points whose tensors are kept in memory: those of some three layers
 
 
-def find_points(recorded, ckpt: Checkpoint, names: dict[str, str] | None = None, told: Sequence[str] = ()
+def find_points(recorded, ckpt: Checkpoint, names: dict[str, str] | None = None, layouts: Sequence[str] = ()
                 ) -> Recording:
     """Find the point of each recorded tensor, the token of each row, and each rank's share.
 
     Args:
         recorded: what :func:`tplab.align.check.folder.read_recorded` returns.
         names: ``{pattern: point}`` for unknown names; see :mod:`tplab.align.check.overrides`.
-        told: layouts, of :data:`tplab.align.check.shares.LAYOUTS`.
+        layouts: of :data:`tplab.align.check.shares.LAYOUTS`.
 
     Raises:
-        PlacementError: nothing was recorded, of another checkpoint, or without token ids; ``names`` or ``told`` are
+        PlacementError: nothing was recorded, of another checkpoint, or without token ids; ``names`` or ``layouts`` are
             wrong.
         ShardPlanError: this model cannot be dealt out over that many ranks.
     """
     sources = Sources(recorded, ckpt.config, names)
-    shares = Shares(sources, ckpt, staged(ckpt.config, sources.stages), tuple(told))
+    shares = Shares(sources, ckpt, staged(ckpt.config, sources.stages), tuple(layouts))
     placement = _Placement(sources, shares)
     plan = placement.settle_sums(ckpt)
     parameters, unknown = parameters_of(recorded, shares, ckpt)
-    found = placement.recording()
-    found.plan, found.parameters = plan, parameters
-    found.unplaced += [f"{name}: no tensor of the checkpoint that the conventions know" for name in unknown]
-    return found
+    recording = placement.recording()
+    recording.plan, recording.parameters = plan, parameters
+    recording.unplaced += [f"{name}: no tensor of the checkpoint that the conventions know" for name in unknown]
+    return recording
 
 
 def staged(config, stages: list[list[int]], enable_expert_parallel: bool = False) -> ShardPlan:
     """The plan of pipeline stages: the ranks of one stage share its layers."""
     plans = [ShardPlan.from_config(config, len(stage), enable_expert_parallel=enable_expert_parallel)
              for stage in stages]
-    shards = {rank: replace(own, rank=rank) for stage, plan in zip(stages, plans) for rank, own in zip(
+    shards = {rank: replace(shard, rank=rank) for stage, plan in zip(stages, plans) for rank, shard in zip(
         stage, plan.ranks)}
     return plans[0] if len(plans) == 1 else replace(
         plans[0], tensor_parallel_size=len(shards), ranks=tuple(shards[rank] for rank in sorted(shards)))
@@ -66,12 +66,12 @@ class _Points(UserDict):
         super().__init__()
 
         def read(name: str) -> list[Shard | None]:
-            found, shards = [], self.data[name]()
-            for shard in map(shards.get, range(world_size)):
+            shards, by_rank = [], self.data[name]()
+            for shard in map(by_rank.get, range(world_size)):
                 # Replicated shards of the same bits are one object: compared and judged once.
-                found.append(next((other for other in found if shard and other and shard.kind == other.kind
-                                   == "replicated" and torch.equal(shard.tensor, other.tensor)), shard))
-            return found
+                shards.append(next((other for other in shards if shard and other and shard.kind == other.kind
+                                    == "replicated" and torch.equal(shard.tensor, other.tensor)), shard))
+            return shards
         self.read = lru_cache(KEPT)(read)
 
     def __getitem__(self, name: str) -> list[Shard | None]:
@@ -101,7 +101,7 @@ class _Placement:
         for name in points[:-1]:  # logits may have other rows
             if name.rpartition(".")[2] not in sum(SUMS.values(), ()):
                 self._place(name)
-        replays, plan = [Replay(self._recording(), ckpt, one) for one in plans], plans[0]
+        replays, plan = [Replay(self._recording(), ckpt, candidate) for candidate in plans], plans[0]
         for role, names, source, at in asked:
             if (source.pattern, role) in self.shares.summands:
                 continue
@@ -114,8 +114,8 @@ class _Placement:
                 self.shares.summands[source.pattern, role] = point == names[0]
                 if point == names[0]:  # a sum is the same however the experts are dealt out
                     plan = plans[n]
-        for found in self.points.data, self.placed, self.assumed, self.unplaced:
-            found.clear()
+        for kept in self.points.data, self.placed, self.assumed, self.unplaced:
+            kept.clear()
         return plan
 
     def _expert_width(self) -> int | None:
@@ -126,20 +126,20 @@ class _Placement:
 
     def _is_added_up_later(self, experts: Source, at: str) -> bool:
         """Whether the output of the block around the experts is another one: then theirs is no sum over the ranks."""
-        return any(not torch.equal(*(self.sources.rows(one, rank, FEW) for one in (experts, block)))
+        return any(not torch.equal(*(self.sources.rows(source, rank, FEW) for source in (experts, block)))
                    for block in self.sources.of(f"{at}.down") for rank in self.sources.complete(block))
 
     @torch.inference_mode()
     def _distance(self, replay: Replay, source: Source, name: str) -> float:
         """How far a source is from a point of a replay, on the average of the ranks; rows of NaN say nothing."""
-        found = []
+        distances = []
         for rank in self.sources.complete(source):
             held, right = self.sources.rows(source, rank), replay.made(name)[rank].get(name)
             if held is not None and right is not None and held.shape == right.shape:
                 known = held.isfinite().all(1) & right.isfinite().all(1)
                 off = (held - right)[known].norm(dim=1) / right[known].norm(dim=1).clamp(min=1e-30)
-                found += [off.median().item()] * bool(known.any())
-        return sum(found) / len(found) if found else float("inf")
+                distances += [off.median().item()] * bool(known.any())
+        return sum(distances) / len(distances) if distances else float("inf")
 
     def recording(self) -> Recording:
         sources = self.sources
@@ -147,13 +147,13 @@ class _Placement:
         check_padding(sources)
         for name in point_names(self.config, gate_up=True):
             self._place(name)
-        found = self._recording()
+        recording = self._recording()
         if source := self.placed.get("logits"):
-            found.logit_places, _ = sources.logits(source, sources.complete(source)[0], SHAPE)
-            check_joined(sources, source, found)
+            recording.logit_places, _ = sources.logits(source, sources.complete(source)[0], SHAPE)
+            check_joined(sources, source, recording)
         adapters = idle_adapters(sources)
-        found.adapted = {name for name, source in self.placed.items()
-                         if source.kind == "out" and source.name in adapters}
+        recording.adapted = {name for name, source in self.placed.items()
+                             if source.kind == "out" and source.name in adapters}
         for source in sources.unclaimed():
             parts = source.name.lower().split(".")
             role = role_in(sources.config, *split_name(source.name))
@@ -161,10 +161,10 @@ class _Placement:
                 continue  # inside of experts; cos and sin
             adapter = "base_layer" in parts or any(part.startswith("lora_") for part in parts)
             self._leave_out(source, "part of an adapted layer" if adapter else "no point that the conventions know")
-        found.unplaced = [f"{what}: {why}" + (f" ({listed('layer', sorted(layers))})" if layers else "")
-                          for (what, why), layers in self.unplaced.items()]
-        found.lost = {f"layers.{layer}.output" for layer in lost}
-        return found
+        recording.unplaced = [f"{what}: {why}" + (f" ({listed('layer', sorted(layers))})" if layers else "")
+                              for (what, why), layers in self.unplaced.items()]
+        recording.lost = {f"layers.{layer}.output" for layer in lost}
+        return recording
 
     def _recording(self) -> Recording:
         """What is placed so far."""
@@ -200,10 +200,10 @@ class _Placement:
         labels = [self.shares.layouts[group][rank], range(self.shares.totals[group])]
         if kind == "kv_heads":  # every query head may have its own copy
             labels.append([head // size for head in self.shares.layouts["q"][rank] or ()])
-        found = next((one for one in labels if one is not None and len(one) == count), None)
-        if found is None:
+        fitting = next((items for items in labels if items is not None and len(items) == count), None)
+        if fitting is None:
             return None
-        kept, indices = real_items(found)
+        kept, indices = real_items(fitting)
         return Shard(tensor if len(kept) == count else tensor[:, kept], kind, indices)
 
     def _leave_out(self, source: Source, why: str) -> None:

@@ -45,10 +45,10 @@ def check_rows(sources) -> None:
         if not rows or rows.keys() & {call.size, len(call.ends)}:
             continue
         usual, ids = rows.most_common(1)[0][0], sources.recorded[sources.ranks[0]][call.index].input_ids
-        given = (entry.tensor().flatten() for entry in entries if math.prod(entry.shape) == usual > call.size
+        id_tensors = (entry.tensor().flatten() for entry in entries if math.prod(entry.shape) == usual > call.size
                  and not (entry.dtype.is_floating_point or entry.dtype.is_complex))
         if ids is None or usual % call.tokens or not any(
-                torch.equal(tensor[:call.size].long(), ids.flatten()) for tensor in given):
+                torch.equal(tensor[:call.size].long(), ids.flatten()) for tensor in id_tensors):
             raise PlacementError(f"call {call.index} has {call.size} token ids, but its tensors have {usual} rows; "
                                  "give rec.inputs(input_ids, positions) the ids of the call that follows")
         call.pad(usual)
@@ -71,8 +71,8 @@ def find_stages(sources) -> list[list[int]]:
     held = {rank: sources.layers_of(rank) for rank in sources.ranks}
     stages: list[list[int]] = []
     for rank in sorted(held, key=lambda rank: (-len(held[rank]), rank)):  # a rank that stopped early has fewer
-        own = next((stage for stage in stages if held[rank] <= held[stage[0]]), None)
-        own.append(rank) if own and (held[rank] or len(stages) == 1) else stages.append([rank])
+        fitting = next((stage for stage in stages if held[rank] <= held[stage[0]]), None)
+        fitting.append(rank) if fitting and (held[rank] or len(stages) == 1) else stages.append([rank])
     if len(stages) < 2:
         return [list(range(sources.world_size))]
     runs = Counter(layer for stage in stages for layer in held[stage[0]])

@@ -35,7 +35,7 @@ class CallRows:
 
     def without_cut(self, known: dict[tuple[int, int], object]) -> dict:
         """``known`` without the places that the texts lost in this call."""
-        return {place: found for place, found in known.items() if place[1] < self.cut.get(place[0], place[1] + 1)}
+        return {place: value for place, value in known.items() if place[1] < self.cut.get(place[0], place[1] + 1)}
 
     def pad(self, size: int) -> None:
         """Count ``size`` rows; those behind the rows of ``rec.inputs`` are padding."""
@@ -94,7 +94,7 @@ class Texts:
     @property
     def questions(self) -> list[str]:
         """What ``rec.inputs`` should be told, one sentence each."""
-        return [*self.trees.values(), *(said for n, said in self.untold.items() if UNKNOWN in self.ids[n])]
+        return [*self.trees.values(), *(question for n, question in self.untold.items() if UNKNOWN in self.ids[n])]
 
     def add_call(self, index: int, input_ids: torch.Tensor, positions: torch.Tensor | None,
                  sequences: list[int] | None, mask: torch.Tensor | None = None,
@@ -107,20 +107,22 @@ class Texts:
             raise PlacementError(f"call {index}: token ids of shape {list(input_ids.shape)}; they are [tokens] or "
                                  "[batch, tokens]")
         batch, tokens = (1, len(input_ids)) if input_ids.dim() == 1 else input_ids.shape
-        call, ids, said = CallRows(index, batch, tokens), input_ids.reshape(-1).tolist(), None
+        call, ids = CallRows(index, batch, tokens), input_ids.reshape(-1).tolist()
         if positions is not None:
             if positions.numel() not in (tokens, call.size):
                 raise PlacementError(f"call {index}: positions of shape {list(positions.shape)} for ids of shape "
                                      f"{list(input_ids.shape)}; give one for each token")
-            said = positions.reshape(-1).tolist() * (call.size // max(1, positions.numel()))
+            positions = positions.reshape(-1).tolist() * (call.size // max(1, positions.numel()))
         seen = [True] * call.size
         if mask is not None and mask.dim() == 2 and len(mask) == batch and mask.shape[1] >= tokens:
             seen = mask[:, mask.shape[1] - tokens:].reshape(-1).bool().tolist()
-        real = [row for row, token in enumerate(ids) if seen[row] and token >= 0 and (said is None or said[row] >= 0)]
-        runs = self._unlabelled(call, real, ids, said) if sequences is None else self._labelled(call, real, sequences)
+        real = [row for row, token in enumerate(ids) if seen[row] and token >= 0 and not (
+            positions and positions[row] < 0)]
+        runs = (self._unlabelled(call, real, ids, positions) if sequences is None else
+                self._labelled(call, real, sequences))
         numbers: list[int] = []
         for label, run in runs.items():
-            text, places = [ids[row] for row in run], None if said is None else [said[row] for row in run]
+            text, places = [ids[row] for row in run], None if positions is None else [positions[row] for row in run]
             if label not in self.by_label:
                 self.by_label[label] = len(self.ids)
                 self.ids.append([])
@@ -155,20 +157,20 @@ class Texts:
                 runs.setdefault(label, []).append(row)
         return runs
 
-    def _unlabelled(self, call: CallRows, real: list[int], ids: list[int], said: list[int] | None
+    def _unlabelled(self, call: CallRows, real: list[int], ids: list[int], positions: list[int] | None
                     ) -> dict[object, list[int]]:
         """The same without numbers: a line of a batch is a text; in flat ids a text goes on while positions count up.
         The texts are those of the call before, in its order, unless all of them begin."""
         runs: list[list[int]] = []
         for before, row in zip([-1, *real], real):
             goes_on = before >= 0 and before // call.tokens == row // call.tokens and (
-                call.batch > 1 or said is None or said[row] == said[before] + 1)
+                call.batch > 1 or positions is None or positions[row] == positions[before] + 1)
             runs[-1].append(row) if goes_on else runs.append([row])
         lines = [run[0] // call.tokens if call.batch > 1 else n for n, run in enumerate(runs)]
         known = [self.ids[n] if (n := self.by_label.get((self.batch, line))) is not None else [] for line in lines]
         texts = [[ids[row] for row in run] for run in runs]
-        new = [len(text) > 1 and not (said and said[run[0]]) and (not old or text[:len(old)] != old[:len(text)])
-               for run, text, old in zip(runs, texts, known)]
+        new = [len(text) > 1 and not (positions and positions[run[0]]) and (
+            not old or text[:len(old)] != old[:len(text)]) for run, text, old in zip(runs, texts, known)]
         if all(new) or not self.ids:
             self.batch += 1
         elif call.batch == 1 and len(runs) != sum(isinstance(label, tuple) and label[0] == self.batch

@@ -11,8 +11,9 @@ from tplab.align.check.notes import call_notes, listed, once
 from tplab.align.check.overrides import check_names, overridden
 from tplab.align.check.refusals import check_one_model, check_parallel, check_rows, check_sizes, find_stages
 from tplab.align.check.rows import Texts, as_heads, as_rows, call_inputs
-from tplab.align.points import existing, span
+from tplab.align.points import existing
 from tplab.align.recording import Contradiction, PlacementError
+from tplab.checks import span
 
 SAMPLE = 16  # the first rows, by which equal tensors are known
 WHOLE, FEW, SHAPE = "whole", "few", "shape"  # how much of a tensor is read: all rows, the first SAMPLE, none
@@ -67,20 +68,20 @@ class Sources:
         if missing := [rank for rank in range(self.world_size) if rank not in self.recorded]:
             self.warnings.append(f"{listed('rank', missing)} of {self.world_size} recorded nothing: only what other "
                                  "ranks got of it was seen")
-        every = [call for of in self.recorded.values() for call in of.values()]
-        self._names = check_names(names, {entry.name for call in every for entry in call.entries})
+        all_calls = [call for calls in self.recorded.values() for call in calls.values()]
+        self._names = check_names(names, {entry.name for call in all_calls for entry in call.entries})
         self._leave_out()
-        calls = [*self.recorded.values()]
-        check_one_model(entry for of in calls for call in of.values() for entry in call.entries)
-        began = [index for index in sorted(set().union(*calls)) if all(index in of and any(
-            entry.dtype.is_floating_point for entry in of[index].entries) for of in calls)]
-        done = [index for index in began if all(of[index].status == "done" for of in calls)]
-        whole = [index for index in done if all(of[index].left_out == of[done[0]].left_out for of in calls)]
+        by_rank = [*self.recorded.values()]
+        check_one_model(entry for calls in by_rank for call in calls.values() for entry in call.entries)
+        began = [index for index in sorted(set().union(*by_rank)) if all(index in calls and any(
+            entry.dtype.is_floating_point for entry in calls[index].entries) for calls in by_rank)]
+        done = [index for index in began if all(calls[index].status == "done" for calls in by_rank)]
+        whole = [index for index in done if all(calls[index].left_out == calls[done[0]].left_out for calls in by_rank)]
         self.used = whole or began[:1]
         if short := [index for index in done if index not in whole]:
             self.notes.append(f"calls {span(short)} were not judged: they lack tensors that call {done[0]} has")
         self.notes += call_notes(recorded.ranks[rank] for rank in self.ranks)
-        entries = [entry for of in calls for index in self.used for entry in of[index].entries]
+        entries = [entry for calls in by_rank for index in self.used for entry in calls[index].entries]
         if {entry.name.rpartition(".")[2] for entry in entries} & {"post_self_attn_layernorm", "post_mlp_layernorm"}:
             # The engine names norms by their places, as the lab's engine does.
             self.config = replace(config, norms=tuple((place, place) for place, _ in config.norms))
@@ -95,33 +96,34 @@ class Sources:
                 call.size for call in self.calls) else "no recorded call has a token")
         self._claim()
         whole = {"q": config.q_size, "mlp_act": config.intermediate_size}
-        check_parallel(self, any(entry.shape[-1] == whole.get(point.rpartition(".")[2]) for point, of in
-                                 self._points.items() for source in of.values() for entry in source.entries.values()))
+        check_parallel(self, any(entry.shape[-1] == whole.get(point.rpartition(".")[2])
+                                 for point, sources in self._points.items() for source in sources.values()
+                                 for entry in source.entries.values()))
 
     def _leave_out(self) -> None:
         """Forget the tensors that ``names=`` leaves out, and calls that have no others: of another model."""
-        for rank, of in self.recorded.items() if "" in self._names.values() else ():
+        for rank, calls in self.recorded.items() if "" in self._names.values() else ():
             kept = {call.index: replace(call, entries=tuple(
-                entry for entry in call.entries if overridden(entry, self._names) != "")) for call in of.values()}
-            self.recorded[rank] = {i: call for i, call in kept.items() if call.entries or not of[i].entries}
+                entry for entry in call.entries if overridden(entry, self._names) != "")) for call in calls.values()}
+            self.recorded[rank] = {i: call for i, call in kept.items() if call.entries or not calls[i].entries}
 
     def _read_calls(self) -> None:
         self.calls, idle, before = [], [], None
         for index in sorted(set().union(*self.recorded.values())):
-            of = {rank: calls[index] for rank, calls in self.recorded.items() if index in calls}
-            seen = {rank: call_inputs(call) for rank, call in of.items()}
-            ids, said, masks = ({rank: one[which] for rank, one in seen.items() if one[which] is not None}
-                                for which in range(3))
+            by_rank = {rank: calls[index] for rank, calls in self.recorded.items() if index in calls}
+            seen = {rank: call_inputs(call) for rank, call in by_rank.items()}
+            ids, positions, masks = ({rank: inputs[n] for rank, inputs in seen.items() if inputs[n] is not None}
+                                     for n in range(3))
             if not ids:
                 if index in self.used:
                     raise PlacementError(f"call {index} has no token ids: rec.inputs(input_ids, positions) gives them")
                 continue
-            for what, given in (("token ids", ids), ("positions", said)):
+            for what, tensors in (("token ids", ids), ("positions", positions)):
                 self.contradictions += [Contradiction(
-                    f"call {index}: rank {rank} was given other {what} than rank {min(given)}: {_short(own)}, not "
-                    f"{_short(given[min(given)])}", "inputs_differ") for rank, own in given.items()
-                    if not torch.equal(own, given[min(given)])]
-            first = of[min(ids)]
+                    f"call {index}: rank {rank} was given other {what} than rank {min(tensors)}: {_short(tensor)}, not "
+                    f"{_short(tensors[min(tensors)])}", "inputs_differ") for rank, tensor in tensors.items()
+                    if not torch.equal(tensor, tensors[min(tensors)])]
+            first = by_rank[min(ids)]
             tokens = torch.tensor([*ids[min(ids)].flatten().tolist(), *sum((first.texts or {}).values(), [])])
             if (tokens >= self.config.vocab_size).any():
                 raise PlacementError(f"call {index}: token id {int(tokens.max())} is not in the checkpoint's "
@@ -129,15 +131,15 @@ class Sources:
             if first.input_ids is None and before and torch.equal(before[0], ids[min(ids)]):
                 call = replace(before[1], index=index, cut={})  # the model ran once more on what was told
             else:
-                call = self.texts.add_call(index, ids[min(ids)], said[min(said)] if said else None, first.sequences,
-                                           masks[min(masks)] if masks else None, first.texts)
+                call = self.texts.add_call(index, ids[min(ids)], positions[min(positions)] if positions else None,
+                                           first.sequences, masks[min(masks)] if masks else None, first.texts)
             before = (ids[min(ids)], call) if first.input_ids is not None else before
             if index in self.used:
                 self.calls.append(call)
             # A call in which nothing runs may tell the beginning of a text.
-            tells = not any(one.entries for one in of.values()) and len(call.rows) > len(call.ends) and all(
-                (number, 0) in call.places for number, _ in call.places)
-            idle += [] if tells else [(rank, index) for rank, one in of.items() if NOTHING_RAN in one.left_out]
+            tells = len(call.rows) > len(call.ends) and all((number, 0) in call.places for number, _ in call.places)
+            if not tells or any(recorded.entries for recorded in by_rank.values()):
+                idle += [(rank, index) for rank, recorded in by_rank.items() if NOTHING_RAN in recorded.left_out]
         self.unjudged += [*once((*where, NOTHING_RAN) for where in idle), *self.texts.questions]
 
     def _order_rows(self) -> None:
@@ -182,7 +184,8 @@ class Sources:
 
     def claimed(self) -> list[Source]:
         """The tensors that may be a point, each once."""
-        return list({(s.name, s.kind, s.path): s for of in self._points.values() for s in of.values()}.values())
+        every_source = (source for sources in self._points.values() for source in sources.values())
+        return list({(source.name, source.kind, source.path): source for source in every_source}.values())
 
     def unclaimed(self) -> list[Source]:
         """Tensors without a claim."""
@@ -197,8 +200,8 @@ class Sources:
 
     def of(self, point: str) -> list[Source]:
         """The claims for a point, in the order of :meth:`rank_of`."""
-        found = self._points.get(existing(point, self.config), {}).values()
-        return sorted((s for s in found if self.complete(s)), key=self.rank_of)
+        claimed = self._points.get(existing(point, self.config), {}).values()
+        return sorted((s for s in claimed if self.complete(s)), key=self.rank_of)
 
     def rank_of(self, source: Source) -> tuple:
         """The order of claims: overrides, then those that all ranks have, then the strongest, then the earliest."""
@@ -211,20 +214,20 @@ class Sources:
 
     def _tensors(self, source: Source, rank: int, look: str) -> Iterator[tuple[torch.Tensor, object]]:
         for call in self.calls:
-            one = source.entries[rank, call.index]
-            yield torch.empty(one.shape, dtype=one.dtype, device="meta") if look == SHAPE else one.tensor(), call
+            entry = source.entries[rank, call.index]
+            yield torch.empty(entry.shape, dtype=entry.dtype, device="meta") if look == SHAPE else entry.tensor(), call
 
     def rows(self, source: Source, rank: int, look: str = WHOLE) -> torch.Tensor | None:
         """``[places, columns]`` of one rank; None if it has other rows."""
-        found = [as_rows(tensor, call) for tensor, call in self._tensors(source, rank, look)]
-        if any(tensor is None or len(tensor) != call.size for tensor, call in zip(found, self.calls)):
+        tensors = [as_rows(tensor, call) for tensor, call in self._tensors(source, rank, look)]
+        if any(tensor is None or len(tensor) != call.size for tensor, call in zip(tensors, self.calls)):
             return None
-        return self._ordered(found, look)
+        return self._ordered(tensors, look)
 
     def heads(self, source: Source, rank: int, look: str = WHOLE) -> torch.Tensor | None:
         """The same as ``[places, heads, head_dim]``."""
-        found = [as_heads(tensor, call, self.config.head_dim) for tensor, call in self._tensors(source, rank, look)]
-        return None if any(tensor is None for tensor in found) else self._ordered(found, look)
+        tensors = [as_heads(tensor, call, self.config.head_dim) for tensor, call in self._tensors(source, rank, look)]
+        return None if any(tensor is None for tensor in tensors) else self._ordered(tensors, look)
 
     def _ordered(self, tensors: list[torch.Tensor], look: str) -> torch.Tensor | None:
         if len({tensor.shape[1:] for tensor in tensors}) != 1:
@@ -240,15 +243,15 @@ class Sources:
                ) -> tuple[list[tuple[int, int]], torch.Tensor] | None:
         """The places of the rows of one rank's logits (all rows, or the last row of each text in its call), and the
         logits; with ``padding``, the columns behind the vocabulary instead."""
-        found = [as_rows(tensor, call) for tensor, call in self._tensors(source, rank, look)]
+        tensors = [as_rows(tensor, call) for tensor, call in self._tensors(source, rank, look)]
         columns = slice(self.config.vocab_size, None) if padding else slice(self.config.vocab_size)
-        if not found or any(tensor is None for tensor in found):
+        if not tensors or any(tensor is None for tensor in tensors):
             return None
-        if all(len(tensor) == call.size for tensor, call in zip(found, self.calls)):
-            ordered = self._ordered(found, look)
+        if all(len(tensor) == call.size for tensor, call in zip(tensors, self.calls)):
+            ordered = self._ordered(tensors, look)
             return None if ordered is None else (self.places[:len(ordered)], ordered[:, columns])
         last, known = {}, set(self.places)
-        for tensor, call in zip(found, self.calls):
+        for tensor, call in zip(tensors, self.calls):
             where = {row: place for row, place in zip(call.rows, call.places) if place in known}
             rows = range(call.size) if len(tensor) == call.size else call.ends
             last = call.without_cut(last) | {where[row]: tensor[i] for i, row in enumerate(rows) if row in where}

@@ -31,7 +31,7 @@ class CheckReport(AlignReport):
     broken_off: tuple[str, ...] = ()  # calls without an end
     stopped: tuple[str, ...] = ()  # calls in which the engine raised an error
     parameters: dict[str, str] = field(default_factory=dict)  # recorded weights that are not the checkpoint's
-    told: tuple[str, ...] = ()  # layouts that the user gave
+    layouts: tuple[str, ...] = ()  # layouts that the user gave
     failed: str = ""  # an internal error, and where; what was found before it is kept
 
     @cached_property
@@ -80,7 +80,7 @@ class CheckReport(AlignReport):
         """Whether no finding has a name, and every difference is like rounding to eight bits with unknown scales. Not
         in bfloat16 and float16, whose rounding looks alike."""
         return bool(self.guilty) and self.dtype not in SHORT and noisy(self, self.guilty) and not any(
-            one.fault for one in self.diagnoses)
+            diagnosis.fault for diagnosis in self.diagnoses)
 
     @cached_property
     def misplaced(self) -> bool:
@@ -131,31 +131,31 @@ class CheckReport(AlignReport):
         """The one question that would decide."""
         kinds, first = {name.rpartition(".")[2] for name in self.guilty}, self.guilty[0]
         heads = {"q", "k", "q_norm", "k_norm", "q_rope", "k_rope", "attn"}
-        said = f"{_where(self.guilty)} differ, but what is made from them is right up to the end. "
-        if kinds & {"q", "k"} and kinds <= heads and "pairs" not in self.told:
-            return said + ("Do the numbers in each head of q and k lie in pairs, as in Meta's own files? Then give "
-                           "--layout pairs")
-        if "v" in kinds and kinds <= heads | {"v"} and "groups" not in self.told:
-            return said + "Does the fused q|k|v lie KV head by KV head? Then give --layout groups"
+        words = f"{_where(self.guilty)} differ, but what is made from them is right up to the end. "
+        if kinds & {"q", "k"} and kinds <= heads and "pairs" not in self.layouts:
+            return words + ("Do the numbers in each head of q and k lie in pairs, as in Meta's own files? Then give "
+                            "--layout pairs")
+        if "v" in kinds and kinds <= heads | {"v"} and "groups" not in self.layouts:
+            return words + "Does the fused q|k|v lie KV head by KV head? Then give --layout groups"
         if kinds <= {"q_rope", "k_rope"}:
-            said += "A text whose positions all differ by one number has the same scores; check its positions. Or else "
+            words += "A text whose positions all differ by one number has the same scores; check its positions. Or else"
         else:
-            said += "So "
-        return said + (f"another tensor is {first}, which was taken {self.recording.assumed.get(first, '')}; give "
-                       "--name to correct this")
+            words += "So"
+        return words + (f" another tensor is {first}, which was taken {self.recording.assumed.get(first, '')}; give "
+                        "--name to correct this")
 
     @property
     def warnings(self) -> list[str]:
         """What a right engine may do, and what it can lead to."""
-        found = list(self.recording.warnings)
+        lines = list(self.recording.warnings)
         if self.precision[0]:
-            found.append(f"{self.precision[0]} explain{'s' * self.precision[0].startswith('a ')} how "
+            lines.append(f"{self.precision[0]} explain{'s' * self.precision[0].startswith('a ')} how "
                          f"{_where(sorted(self.precision[1]))} differ: no bug of the engine")
         apart = next((p for p in self.points if p.spread > 0 and self.local[p.name].inside), None)
         if apart and not self.guilty and not self.other_checkpoint:
-            found.append(f"ranks differ by rounding: first at {apart.name}, by up to {apart.spread:.0e}; ranks that "
+            lines.append(f"ranks differ by rounding: first at {apart.name}, by up to {apart.spread:.0e}; ranks that "
                          "sample their own tokens can sample different ones")
-        return found
+        return lines
 
     def inherits(self, name: str) -> bool:
         """Whether a point is off although its module is right."""
@@ -187,11 +187,11 @@ class CheckReport(AlignReport):
         ends = [name for name in ("embed", "logits") if name not in self.local]
         heirs = sum(self.inherits(point.name) for point in self.points)
         guilty = f": {counted(many, 'guilty point')}, {heirs} more inherit{'s' * (heirs == 1)} an error" * bool(many)
-        said = {"clean": "clean: every module makes of its own inputs what Hugging Face's would",
+        verdicts = {"clean": "clean: every module makes of its own inputs what Hugging Face's would",
                 "bug": f"not clean{guilty}", "cannot tell": "cannot tell"}
         lines = [f"{self.folder} as {self.model}: {counted(recording.world_size, 'rank')}, "
                  f"{str(self.dtype).removeprefix('torch.')}, {len(recording.places)} rows, {len(self.points)} points"
-                 + f" without {' and '.join(ends)}" * bool(ends), said[self.verdict], *self.diagnosis_lines()]
+                 + f" without {' and '.join(ends)}" * bool(ends), verdicts[self.verdict], *self.diagnosis_lines()]
         more = {"weights": [f"{name}: {what}" for name, what in self.parameters.items() if not self.other_checkpoint],
                 "stopped": self.stopped, "open": self.open_questions, "warning": self.warnings, "note": recording.notes}
         lines += [f"{kind}: {what}" for kind, sentences in more.items() for what in sentences]
@@ -220,7 +220,7 @@ class CheckReport(AlignReport):
         recording = self.recording
         return super().to_dict() | {
             "folder": self.folder, "verdict": self.verdict, "parameters": self.parameters,
-            "diagnoses": [asdict(one) for one in self.diagnoses], "warnings": self.warnings,
+            "diagnoses": [asdict(diagnosis) for diagnosis in self.diagnoses], "warnings": self.warnings,
             "local": [asdict(diff) | {"says": self.says(diff.name)} for diff in self.local.values()],
             "assumed": recording.assumed, "unplaced": recording.unplaced, "notes": recording.notes,
             "contradictions": recording.contradictions, "open": self.open_questions}

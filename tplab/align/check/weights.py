@@ -22,18 +22,18 @@ def parameters_of(recorded, shares: Shares, ckpt: Checkpoint) -> tuple[list[dict
     """Per rank, checkpoint name → :class:`Parameter`, None for a rank that recorded none; and the names of weights
     that are no tensor of the checkpoint. A weight of another size is kept with the share that it should have, so that
     the comparison shows it."""
-    found, unknown, stored = [], {}, tensor_parts(ckpt.config, ckpt.tensors)
+    by_rank, unknown, stored = [], {}, tensor_parts(ckpt.config, ckpt.tensors)
     for rank, known in enumerate(recorded.ranks):
         pieces: dict[str, Parameter] = {}
         for name, entry in (known.parameters if known else {}).items():
-            counts = {other: there.parameters[name].shape[0] for other, there in enumerate(recorded.ranks)
-                      if there and name in there.parameters}
-            own = _pieces(shares, stored, name, entry, rank, counts)
-            pieces |= own
-            if not own and entry.dtype.is_floating_point and name.endswith((".weight", ".bias")):
+            counts = {other: other_rank.parameters[name].shape[0] for other, other_rank in enumerate(recorded.ranks)
+                      if other_rank and name in other_rank.parameters}
+            of_weight = _pieces(shares, stored, name, entry, rank, counts)
+            pieces |= of_weight
+            if not of_weight and entry.dtype.is_floating_point and name.endswith((".weight", ".bias")):
                 unknown[name] = None
-        found.append(pieces or None)
-    return found, list(unknown)
+        by_rank.append(pieces or None)
+    return by_rank, list(unknown)
 
 
 def _pieces(shares: Shares, stored, name: str, entry, rank: int, counts: dict[int, int]) -> dict[str, Parameter]:
@@ -53,8 +53,8 @@ def _pieces(shares: Shares, stored, name: str, entry, rank: int, counts: dict[in
     if role in POINTS and POINTS[role].op == "norm" and kind == "weight":
         return {target(role): Parameter(tensor)}
     if role in _OUTER and kind == "weight":
-        own = shares.share("vocab", counts).get(rank, shares.planned["vocab"][rank])
-        return {_OUTER[role]: _share(tensor, 0, own, 1)}
+        rows = shares.share("vocab", counts).get(rank, shares.planned["vocab"][rank])
+        return {_OUTER[role]: _share(tensor, 0, rows, 1)}
     if role in ROWS:
         partial, source, group = ROWS[role]
         if kind == "weight":
@@ -62,14 +62,14 @@ def _pieces(shares: Shares, stored, name: str, entry, rank: int, counts: dict[in
         added = target(partial) in stored and not (rank and not tensor.any())  # once: the other ranks may hold zeros
         return {target(partial): Parameter(tensor)} if added else {}
     cut = shares.by_size(role, len(tensor), rank) if role in PARTS else {role: range(len(tensor))}
-    found = {}
+    pieces = {}
     for part, rows in (cut or {}).items():
         if part in _LINEAR and target(part) in stored:
-            own = tensor[as_index(rows)]
-            if part in ("q", "k") and "pairs" in shares.told:
-                own = own.unflatten(0, (-1, shares.dim(part) // 2, 2)).transpose(1, 2).flatten(0, 2)
-            found[target(part)] = _share(own, 0, shares.layouts[GROUP_OF[part]][rank], shares.dim(part))
-    return found
+            weight = tensor[as_index(rows)]
+            if part in ("q", "k") and "pairs" in shares.told_layouts:
+                weight = weight.unflatten(0, (-1, shares.dim(part) // 2, 2)).transpose(1, 2).flatten(0, 2)
+            pieces[target(part)] = _share(weight, 0, shares.layouts[GROUP_OF[part]][rank], shares.dim(part))
+    return pieces
 
 
 def _share(tensor: torch.Tensor, dim: int, indices: Indices | None, size: int) -> Parameter:

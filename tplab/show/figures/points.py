@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from itertools import groupby
 
-from tplab.align.points import span
+from tplab.checks import span
 from tplab.errors import TplabError
 from tplab.show.figures.diffs import label_differences
 from tplab.show.figures.scale import DifferenceAxis
