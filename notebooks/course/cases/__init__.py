@@ -13,5 +13,5 @@ from importlib import import_module
 from course.cases.case_file import CaseFile
 
 CASES: dict[str, CaseFile] = {name: replace(import_module(f"{__name__}.{name}").CASE, name=name)
-                              for name in sorted(one.name for one in pkgutil.iter_modules(__path__))
+                              for name in sorted(module.name for module in pkgutil.iter_modules(__path__))
                               if re.fullmatch(r"case_\d+", name)}

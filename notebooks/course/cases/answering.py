@@ -18,7 +18,7 @@ def choices(file: CaseFile, is_found: bool) -> str:
     """What *what* can be, and *why* where the place is found: it would tell where to look."""
     shown = {"what": kinds()} | ({"why": sorted(file.why)} if is_found else {})
     lines = [line for name, some in shown.items()
-             for line in (f"{name}:", *(in_width(f"  {one}", "    ") for one in some))]
+             for line in (f"{name}:", *(in_width(f"  {choice}", "    ") for choice in some))]
     return "\n".join(lines + ["why: asked when where is right"] * (not is_found))
 
 
@@ -33,47 +33,47 @@ def place_called(name, known: Sequence[str]) -> str:
 
 def check_where(file: CaseFile, where: str | Sequence[str], known: Sequence[str]) -> None:
     """NotYet if *where* is not where something is wrong."""
-    true, said = [*file.repair], [place_called(name, known) for name in _listed(where)]
-    if not said:
+    true, answers = [*file.repair], [place_called(name, known) for name in _listed(where)]
+    if not answers:
         raise NotYet("where is not answered: name the function that is wrong (report.guilty names the points)")
-    if len(said) > 3:
-        raise NotYet(f"where: {len(said)} places are named; a case has one or two")
-    for place in said:
+    if len(answers) > 3:
+        raise NotYet(f"where: {len(answers)} places are named; a case has one or two")
+    for place in answers:
         if place not in true:
             why = file.elsewhere.get(place) or (
                 "something is wrong in it" if place == NOWHERE else
                 "what it makes of what it is given is right; a wrong input is not its fault")
-            right = " and ".join(one for one in said if one in true and one != NOWHERE)
+            right = " and ".join(answer for answer in answers if answer in true and answer != NOWHERE)
             raise NotYet(f"not {place}: {why}" + f" ({right}: yes)" * bool(right))
-    if missing := len(set(true) - set(said)):
-        raise NotYet(f"{' and '.join(said)}: yes, and that is not all: with this alone mended the engine is still "
+    if missing := len(set(true) - set(answers)):
+        raise NotYet(f"{' and '.join(answers)}: yes, and that is not all: with this alone mended the engine is still "
                      f"wrong ({missing} more to find)")
 
 
 def check_what_and_why(file: CaseFile, what: str | Sequence[str], why: str) -> None:
     """NotYet if *what* or *why* is wrong."""
-    said = [_chosen("what", one, kinds()) for one in _listed(what)]
-    if not said:
+    answers = [_chosen("what", answer, kinds()) for answer in _listed(what)]
+    if not answers:
         raise NotYet("where is right; what is not answered: case.choices() prints what it can be")
-    for one in said:
-        if one not in file.kinds:
-            raise NotYet(f"where is right; what is not {one!r}: compare what goes in with what comes out there")
-    if set(file.kinds) - set(said):
-        raise NotYet(f"where is right, and so is {said[0]!r}; the other bug is of another kind")
+    for answer in answers:
+        if answer not in file.kinds:
+            raise NotYet(f"where is right; what is not {answer!r}: compare what goes in with what comes out there")
+    if set(file.kinds) - set(answers):
+        raise NotYet(f"where is right, and so is {answers[0]!r}; the other bug is of another kind")
     if not why:
         raise NotYet("where and what are right; why is not answered: case.choices() prints what it can be")
     if wrong := file.why[_chosen("why", why, sorted(file.why))]:
         raise NotYet(f"where and what are right; why is not: {wrong}")
 
 
-def _listed(given: str | Sequence[str]) -> list[str]:
+def _listed(answer: str | Sequence[str]) -> list[str]:
     """One or several, as a list."""
-    return list(given) if isinstance(given, list | tuple | set) else [given] * (given != "")
+    return list(answer) if isinstance(answer, list | tuple | set) else [answer] * (answer != "")
 
 
-def _chosen(question: str, said, options: list[str]) -> str:
+def _chosen(question: str, answer, options: list[str]) -> str:
     """One of the options, by its words or their beginning."""
-    found = [one for one in options if isinstance(said, str) and said and one.startswith(said)]
-    if len(found) != 1:
-        raise NotYet(f"{question}: {said!r} is none of the choices, or begins several; case.choices() prints them")
-    return found[0]
+    fitting = [option for option in options if isinstance(answer, str) and answer and option.startswith(answer)]
+    if len(fitting) != 1:
+        raise NotYet(f"{question}: {answer!r} is none of the choices, or begins several; case.choices() prints them")
+    return fitting[0]

@@ -23,19 +23,19 @@ def trials(take):
 
 
 def fixed(config, tensor_parallel_size):
-    anew = {one["rope_type"] for one in ropes(config.hf)} - {"default", "linear", "llama3", "yarn"}
+    anew = {rope["rope_type"] for rope in ropes(config.hf)} - {"default", "linear", "llama3", "yarn"}
     return f"this model's RoPE ({', '.join(sorted(anew))}) is made anew for each text" if anew else ""
 
 
 def user_output(ckpt, ranks):
     text = check_prompts(ckpt, ["One warm morning she went to the market. " * 40])[0]
-    said = []
+    lines = []
     for count in (12, 48, 190):
         with patch.applied(*CASE.patches):
             report = align(ckpt, text[:count], tensor_parallel_size=ranks, logical=True)
         off = [point.relative for point in report.points if point.name.endswith(".q_rope")]
-        said.append(f"{count} tokens: queries off by {max(off):.0e}")
-    return "The user's own numbers, against transformers: " + "; ".join(said) + " of their size."
+        lines.append(f"{count} tokens: queries off by {max(off):.0e}")
+    return "The user's own numbers, against transformers: " + "; ".join(lines) + " of their size."
 
 
 CASE = CaseFile(

@@ -54,7 +54,7 @@ def logits(folder, ranks, seed):
     healthy = ran(ranks)
     engines = [(f"the healthy engine on {ranks} ranks", healthy.tp_logits, True),
                ("the healthy engine on another number of ranks", ran(1 + ranks % 3).tp_logits, True)]
-    broken = [one for one in ("rope_missing", "rope_default_theta") if fault(one).applies_to(ckpt.config, ranks)]
+    broken = [name for name in ("rope_missing", "rope_default_theta") if fault(name).applies_to(ckpt.config, ranks)]
     engines += [(f"an engine with a bug ({fault(name).title})", ran(ranks, name).tp_logits, False) for name in broken]
     engines += [("an engine whose logits are a quarter too large", healthy.tp_logits * 1.25, False)]
     theirs, exact = healthy.hf_logits, ran(1, dtype="float32").hf_logits

@@ -37,7 +37,7 @@ def user_output(ckpt, ranks):
     from tplab import LLM, SamplingParams
 
     (ids, *_) = check_prompts(ckpt, ["One warm morning she went to the market, and there she met an old friend."])
-    first, said = (ids * 3)[:16], []
+    first, turns = (ids * 3)[:16], []
     with patch.applied(*CASE.patches), LLM(ckpt, ranks, block_size=4, logical=True) as llm:
         for count in (3, 4, 5):
             llm.scheduler.pool.reset_prefix_cache()
@@ -45,12 +45,12 @@ def user_output(ckpt, ranks):
             answer = llm.generate([first], params, use_tqdm=False)[0].outputs[0].token_ids
             turn = [*first, *answer, *ids[:6]]
             params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-            found = llm.generate([turn], params, use_tqdm=False)[0]
-            same = list(found.outputs[0].token_ids) == hf_greedy(ckpt, turn, 8)
-            said.append(f"after an answer of {count} tokens ({16 + count} in all) the second turn finds "
-                        f"{found.metrics.prefix_hit_tokens} tokens in the cache and "
-                        f"{'agrees with' if same else 'differs from'} transformers")
-    return "A prompt of 16 tokens, blocks of four: " + "; ".join(said) + "."
+            output = llm.generate([turn], params, use_tqdm=False)[0]
+            same = list(output.outputs[0].token_ids) == hf_greedy(ckpt, turn, 8)
+            turns.append(f"after an answer of {count} tokens ({16 + count} in all) the second turn finds "
+                         f"{output.metrics.prefix_hit_tokens} tokens in the cache and "
+                         f"{'agrees with' if same else 'differs from'} transformers")
+    return "A prompt of 16 tokens, blocks of four: " + "; ".join(turns) + "."
 
 
 CASE = CaseFile(

@@ -38,13 +38,13 @@ def user_output(ckpt, ranks):
     from tplab import LLM, SamplingParams
 
     (ids, *_) = check_prompts(ckpt, ["One warm morning she went to the market, and there she met an old friend."])
-    params, said = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), []
+    params, hits = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), []
     with patch.applied(*CASE.patches), LLM(ckpt, ranks, block_size=4, logical=True) as llm:
         for tail in (ids[:5], ids[5:9], ids[3:8]):
-            found = llm.generate([(ids * 3)[:24] + tail], params, use_tqdm=False)[0]
-            said.append(f"{found.metrics.prefix_hit_tokens} of {found.metrics.num_prompt_tokens}")
+            output = llm.generate([(ids * 3)[:24] + tail], params, use_tqdm=False)[0]
+            hits.append(f"{output.metrics.prefix_hit_tokens} of {output.metrics.num_prompt_tokens}")
     return "Three prompts with the same 24 tokens in front, one after the other. Found in the prefix cache: " + \
-        ", ".join(said) + "."
+        ", ".join(hits) + "."
 
 
 CASE = CaseFile(

@@ -46,13 +46,13 @@ def user_output(ckpt, ranks):
     from tplab import LLM, SamplingParams
 
     (ids, *_) = check_prompts(ckpt, ["One warm morning the red fox met an old friend. One warm morning the"])
-    said = {}
+    texts = {}
     with patch.applied(*CASE.patches):
         for count in (0, 4):
             with LLM(ckpt, ranks, block_size=4, logical=True, num_speculative_tokens=count) as llm:
                 params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
-                said[count] = llm.generate([ids], params, use_tqdm=False)[0].outputs[0].text
-    return f"The prompt says something twice. Without drafts: {said[0]!r}. With four tokens drafted: {said[4]!r}."
+                texts[count] = llm.generate([ids], params, use_tqdm=False)[0].outputs[0].text
+    return f"The prompt says something twice. Without drafts: {texts[0]!r}. With four tokens drafted: {texts[4]!r}."
 
 
 CASE = CaseFile(

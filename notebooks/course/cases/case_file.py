@@ -104,19 +104,19 @@ def places() -> dict[str, tuple[str, ...]]:
     A function that several files import has a dotted name in each of them.
     """
     modules = [import_module(f"tplab.{name}") for name in CORE]
-    found: dict[str, tuple[str, ...]] = {}
+    by_place: dict[str, tuple[str, ...]] = {}
     for module in modules:
-        for name, one in vars(module).items():
-            if getattr(one, "__module__", None) != module.__name__:
+        for name, value in vars(module).items():
+            if getattr(value, "__module__", None) != module.__name__:
                 continue
-            if inspect.isfunction(one):
-                found[name] = tuple(f"{other.__name__}.{name}" for other in dict.fromkeys((module, *modules))
-                                    if vars(other).get(name) is one)
-            elif inspect.isclass(one) and not issubclass(one, tuple):
-                found |= {f"{name}.{method}": (f"{module.__name__}.{name}.{method}",) for method, of in
-                          inspect.getmembers(one, inspect.isfunction) if of.__module__.startswith("tplab.")
-                          and (not method.startswith("__") or method in ("__init__", "__call__"))}
-    return found
+            if inspect.isfunction(value):
+                by_place[name] = tuple(f"{other.__name__}.{name}" for other in dict.fromkeys((module, *modules))
+                                       if vars(other).get(name) is value)
+            elif inspect.isclass(value) and not issubclass(value, tuple):
+                by_place |= {f"{name}.{method}": (f"{module.__name__}.{name}.{method}",) for method, function in
+                             inspect.getmembers(value, inspect.isfunction) if function.__module__.startswith("tplab.")
+                             and (not method.startswith("__") or method in ("__init__", "__call__"))}
+    return by_place
 
 
 def patches_at(functions: Mapping[str, Callable]) -> tuple[Patch, ...]:
@@ -140,11 +140,11 @@ def code_at(place: str) -> str:
     function, lines = resolve_name(places()[place][0]), []
     code = inspect.cleandoc("\n" + inspect.getsource(function))
     names = {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
-    for name, one in inspect.unwrap(function).__globals__.items():
-        if name in names and inspect.ismodule(one):
-            lines.append(f"import {one.__name__}" + f" as {name}" * (one.__name__ != name))
-        elif name in names and hasattr(one, "__name__"):
-            lines.append(f"from {one.__module__} import {one.__name__}")
-        elif name in names and isinstance(one, int | float | str):
-            lines.append(f"{name} = {one!r}")
+    for name, value in inspect.unwrap(function).__globals__.items():
+        if name in names and inspect.ismodule(value):
+            lines.append(f"import {value.__name__}" + f" as {name}" * (value.__name__ != name))
+        elif name in names and hasattr(value, "__name__"):
+            lines.append(f"from {value.__module__} import {value.__name__}")
+        elif name in names and isinstance(value, int | float | str):
+            lines.append(f"{name} = {value!r}")
     return "\n".join([*sorted(lines), "", code])

@@ -87,14 +87,14 @@ def _run(case, trial: Trial, patches, size: int, logical: bool = False) -> Align
     """One run of the mended engine; NotYet if it is not what Hugging Face computes, or costs more than it should."""
     try:
         report = case._run(trial, patches, tensor_parallel_size=size, logical=logical)
-        found = diagnose(report)
+        diagnosis = diagnose(report)
     except PatchError as error:
         raise NotYet(str(error)) from error
     except Exception as error:  # of the learner's code, on the ranks or in the scheduler
         raise NotYet(in_words(error)) from error
-    only_rounding = not (report.ok or report.guilty or found.fault or report.recording.contradictions)  # it adds up
-    if not (found.ok or only_rounding):
+    only_rounding = not (report.ok or report.guilty or diagnosis.fault or report.recording.contradictions)  # it adds up
+    if not (diagnosis.ok or only_rounding):
         # What its own bug is called would spare the learner the price of the diagnosis.
-        own = {bug.fault for bug in case._file.bugs}.intersection(found.names)
-        raise NotYet(found.sentence if found.fault and not own else f"{found.point} is not what it should be")
+        is_told = diagnosis.fault and not {bug.fault for bug in case._file.bugs}.intersection(diagnosis.names)
+        raise NotYet(diagnosis.sentence if is_told else f"{diagnosis.point} is not what it should be")
     return report

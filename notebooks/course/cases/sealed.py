@@ -165,10 +165,10 @@ class OpenCase:
         return True
 
 
-def open_case(which: int | str, model: str | Checkpoint = "fable", prompt: str | Sequence[int] = "", *,
+def open_case(number: int | str, model: str | Checkpoint = "fable", prompt: str | Sequence[int] = "", *,
               tensor_parallel_size: int = 2) -> OpenCase:
-    """Open a case, sealed; ``which``: its number. With more ranks than asked for where it does not show with so few.
+    """Open a case, sealed; ``number``: its number. With more ranks than asked for where it does not show with so few.
     Raises `CaseError` if there is no such case, or if it cannot show with this model."""
-    if (name := f"case_{which:02}" if isinstance(which, int) else which) not in CASES:
-        raise CaseError(f"there is no case {quoted(which)}; there are 1 to {len(CASES)}")
+    if (name := f"case_{number:02}" if isinstance(number, int) else number) not in CASES:
+        raise CaseError(f"there is no case {quoted(number)}; there are 1 to {len(CASES)}")
     return OpenCase(CASES[name], model, prompt, tensor_parallel_size)

@@ -35,5 +35,5 @@ def greedy(model, prompts, max_tokens, tensor_parallel_size=2, *args, one_by_one
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     turns = [[prompt] for prompt in prompts] if one_by_one else [prompts]
     with LLM(model, tensor_parallel_size, *args, patches=as_patches(patches), **options) as llm:
-        done = [one for turn in turns for one in llm.generate(list(map(list, turn)), params, use_tqdm=False)]
-    return [list(one.outputs[0].token_ids) for one in done]
+        outputs = [output for turn in turns for output in llm.generate(list(map(list, turn)), params, use_tqdm=False)]
+    return [list(output.outputs[0].token_ids) for output in outputs]

@@ -20,20 +20,20 @@ def bits(ckpt: Checkpoint, prompts: Sequence[Sequence[int]], ranks: int, dtype: 
     engines = (({}, _TURNS), ({"max_num_batched_tokens": 7}, {"in chunks of 7": (_MOST,)}),
                ({"num_blocks": few}, {"preempted": (_MOST,)}),
                ({"enable_prefix_caching": True}, {"prefix found": (_MOST, _MOST)}))
-    found = {}
+    by_way = {}
     for options, ways in engines:
         with LLM(ckpt, ranks, dtype, batch_invariant=batch_invariant, logical=True, block_size=4,
                  max_model_len=max(map(len, prompts)) + _PARAMS.max_tokens,
                  **{"enable_prefix_caching": False} | options) as llm:
             for way, turns in ways.items():
                 for at_a_time in turns:
-                    outputs = [one for first in range(0, len(prompts), at_a_time) for one in llm.generate(
+                    outputs = [output for first in range(0, len(prompts), at_a_time) for output in llm.generate(
                         [list(ids) for ids in prompts[first:first + at_a_time]], _PARAMS, use_tqdm=False)]
-                assert way != "prefix found" or all(one.metrics.prefix_hit_tokens for one in outputs)
-                assert way != "preempted" or any(one.metrics.preemptions for one in outputs)
-                found[way] = [[one.logprob for token in output.outputs[0].logprobs for one in token.values()]
-                              for output in outputs]
-    return found
+                assert way != "prefix found" or all(output.metrics.prefix_hit_tokens for output in outputs)
+                assert way != "preempted" or any(output.metrics.preemptions for output in outputs)
+                by_way[way] = [[entry.logprob for token in output.outputs[0].logprobs for entry in token.values()]
+                               for output in outputs]
+    return by_way
 
 
 def num_different(first: list, second: list) -> int:

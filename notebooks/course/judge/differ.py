@@ -23,10 +23,10 @@ def differs(value, right, within: float, dims: str = "", what: str = "it returns
     if isinstance(right, list | tuple | range) and isinstance(value, list | tuple | range):
         if len(value) == len(right):
             n = next((n for n, pair in enumerate(zip(value, right)) if differs(*pair, within)), None)
-            if n is not None and max(len(quoted([*one])) for one in (value, right)) > 90:
+            if n is not None and max(len(quoted([*items])) for items in (value, right)) > 90:
                 return f"{what}, at number {n}, {kind(value[n])}, and {kind(right[n])} is right"
             return "" if n is None else f"{what} {_short(value)}, and {_short(right)} is right"
-        lacks = next((one for one in right if one not in value), None) if len(right) > len(value) else None
+        lacks = next((item for item in right if item not in value), None) if len(right) > len(value) else None
         if lacks is not None and len(quoted([*right])) > 90:
             return f"{what} {kind(value)}, and a list of {len(right)} is right, with {quoted(lacks)} too"
     elif isinstance(right, dict) and isinstance(value, dict) and value.keys() == right.keys():
@@ -73,15 +73,15 @@ def _tensors(value, right: torch.Tensor, within: float, dims: str, what: str) ->
         return f"{what} {value.dtype}; {right.dtype} {wanted}"
     if right.dim() == 1 and right.numel() <= 20 and not right.is_floating_point():
         return differs(value.tolist(), right.tolist(), 0, what=what)
-    said = where(value, right, within, names)
-    return said and (said if what == "it returns" else f"{what}: {said}")
+    sentence = where(value, right, within, names)
+    return sentence and (sentence if what == "it returns" else f"{what}: {sentence}")
 
 
 def where(value: torch.Tensor, right: torch.Tensor, within: float, names: Sequence[str]) -> str:
     """For which tokens, heads … it is wrong, and the first wrong number beside the right one."""
     within = within and {torch.float64: 1e-5 * within}.get(right.dtype,
         within if right.dtype == torch.float32 else 0.03)
-    value, right = (one.detach().double() for one in (value, right))
+    value, right = (tensor.detach().double() for tensor in (value, right))
     finite = right[right.isfinite()].abs()
     most = within * max(1.0, finite.max().item() if finite.numel() else 1.0)
     bad = ~torch.isclose(value, right, rtol=0, atol=most, equal_nan=True)
@@ -93,13 +93,13 @@ def where(value: torch.Tensor, right: torch.Tensor, within: float, names: Sequen
     only = " and ".join(f"{name} {_few(few)}" for name, few, n in parted if len(few) < n)
     place = ", ".join(f"{name} {i}" for name, i, n in zip(names, at, right.shape) if n > 1)
     yours, must = value[tuple(at)].item(), right[tuple(at)].item()
-    is_short = all(abs(one) < 1e9 and 8 * one % 1 == 0 for one in (yours, must))
+    is_short = all(abs(number) < 1e9 and 8 * number % 1 == 0 for number in (yours, must))
     digits = 12 if is_short else next((n for n in (4, 7) if f"{yours:.{n}g}" != f"{must:.{n}g}"), 17)
     count = int(bad.sum())
-    which = (place or "it") if count == 1 else f"the first, {place}," if place else "the first"
+    where_it_is = (place or "it") if count == 1 else f"the first, {place}," if place else "the first"
     return (f"{count} of {bad.numel()} numbers {'is' if count == 1 else 'are'} wrong"
             + f", all at {only}" * bool(only and count > 1)
-            + f": {which} is {yours:.{digits}g}, and {must:.{digits}g} is right")
+            + f": {where_it_is} is {yours:.{digits}g}, and {must:.{digits}g} is right")
 
 
 def _few(numbers: Sequence[int]) -> str:
@@ -109,9 +109,9 @@ def _few(numbers: Sequence[int]) -> str:
 def relation(value, right, dims: str) -> str:
     """What all numbers have to do with the right ones, if it is simple: a factor, an order along a dimension."""
     both = value, right
-    if not all(isinstance(one, torch.Tensor) and one.is_floating_point() and one.device.type == "cpu" for one in both):
+    if not all(isinstance(x, torch.Tensor) and x.is_floating_point() and x.device.type == "cpu" for x in both):
         return ""
-    if value.shape != right.shape or right.numel() < 3 or not all(one.isfinite().all() for one in both):
+    if value.shape != right.shape or right.numel() < 3 or not all(x.isfinite().all() for x in both):
         return ""
     value, right = value.detach().double(), right.detach().double()
     is_like = functools.partial(torch.allclose, rtol=0, atol=1e-4 * max(1.0, right.abs().max().item()))
@@ -121,7 +121,7 @@ def relation(value, right, dims: str) -> str:
         return f". Each number is the right one times {factor:.3g}"
     for dim, name in enumerate(dims.split(", ")[:right.dim()]):
         mine, its = value.movedim(dim, 0), right.movedim(dim, 0)
-        order = [next((i for i, one in enumerate(its) if is_like(one, row)), None) for row in mine] * (len(its) < 20)
+        order = [next((i for i, part in enumerate(its) if is_like(part, row)), None) for row in mine] * (len(its) < 20)
         if order and None not in order and len({*order}) > 1:
             return f". Along {name} it has the right numbers of {_few(order)}"
     return ""
@@ -146,7 +146,7 @@ def _short(value) -> str:
     return text if len(text) <= 90 else f"{text[:80]} …]"
 
 
-def given(takes: Sequence[str], example: Example) -> str:
+def call_in_words(takes: Sequence[str], example: Example) -> str:
     """What a call is given, in a few words: ``"q [5, 4, 6], scaling 0.3"``."""
     def shown(arg) -> str:
         if isinstance(arg, torch.Tensor):

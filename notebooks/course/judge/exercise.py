@@ -73,7 +73,7 @@ class Exercise:
         return [*inspect.signature(self.reference).parameters]
 
     @property
-    def given(self) -> list[str]:
+    def argument_names(self) -> list[str]:
         """The names of what an example holds: as the observer calls them, or as the reference does."""
         names = [*inspect.signature(self.observe).parameters][1:]
         return self.takes if names[:1] == ["args"] else names
@@ -81,14 +81,14 @@ class Exercise:
     def variants(self, sentence: str) -> list[Callable]:
         """The wrong answers that a sentence is about."""
         edits = self.mistakes[sentence]
-        return [edited(self.reference, one) for one in (edits if isinstance(edits, tuple) else (edits,))]
+        return [edited(self.reference, edit) for edit in (edits if isinstance(edits, tuple) else (edits,))]
 
 
 def edited(reference: Callable, edits: str, **names) -> Callable:
     """A function or class with its source changed: ``"old -> new ;; old -> new"``. Raises ValueError where the source
     has no ``old``. ``names``: what the new source needs and the reference's module does not have."""
     source = dedent(inspect.getsource(reference))
-    for old, new in (one.split(" -> ") for one in edits.split(" ;; ")):
+    for old, new in (edit.split(" -> ") for edit in edits.split(" ;; ")):
         if old not in source:
             raise ValueError(f"{reference.__qualname__} has no {old!r} to change")
         source = source.replace(old, new)

@@ -15,9 +15,9 @@ def chosen(ckpt: Checkpoint, prompts) -> tuple[torch.Tensor, torch.Tensor]:
     tokens, top_k]``."""
     config, ids = ckpt.config, check_prompts(ckpt, prompts)
     ((points, *_),) = logical_ranks(1, trace_on_rank, ckpt, ShardPlan.from_config(config, 1), torch.float32, ids)
-    said = [routed_by(config.experts)(points[f"layers.{layer}.router_logits"])
+    choices = [routed_by(config.experts)(points[f"layers.{layer}.router_logits"])
             for layer, sparse in enumerate(config.experts.layers) if sparse]
-    weights, experts = (torch.stack(each) for each in zip(*said))
+    weights, experts = (torch.stack(each) for each in zip(*choices))
     return weights, experts
 
 
@@ -39,6 +39,6 @@ def read_in_steps(config, plan: ShardPlan, experts: torch.Tensor, rows: int, ite
 
 def rows_of_ranks(plan: ShardPlan, experts: torch.Tensor) -> dict[str, dict[str, float]]:
     """``{layer: {rank: how many percent of the rows that go through whole experts are its}}``."""
-    return {f"layer {number}": {f"rank {shard.rank}": 100 * sum((layer == one).double().mean().item()
-                                                               for one in shard.experts) for shard in plan.ranks}
+    return {f"layer {number}": {f"rank {shard.rank}": 100 * sum((layer == expert).double().mean().item()
+                                                               for expert in shard.experts) for shard in plan.ranks}
             for number, layer in enumerate(experts)}

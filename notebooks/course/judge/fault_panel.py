@@ -25,8 +25,8 @@ class Panel:
                  prompt: str = "", dtype: str = "float32"):
         import ipywidgets as widgets
 
-        self._faults = [fault(one) if isinstance(one, str) else one for one in faults]
-        names, self._model, self._dtype, self._previous = [one.name for one in self._faults], model, dtype, {}
+        self._faults = [fault(named) if isinstance(named, str) else named for named in faults]
+        names, self._model, self._dtype, self._previous = [fault.name for fault in self._faults], model, dtype, {}
         if strange := [name for name in ticked if name not in names]:
             raise TplabError(f"{strange[0]!r} cannot be ticked: the panel has {', '.join(names)}")
         # The name that the legend uses; the title below it, where it may take several lines.
@@ -72,9 +72,9 @@ class Panel:
     def _redraw(self) -> None:
         decodes = any(fault.shows_in == "decode" for fault in self._faults)
         config, ranks, options = open_checkpoint(self._model).config, self._tp.value, {}
-        idle = [f"{one.title}: {why}" for one in self.ticked if (why := one.why_not(config, ranks))]
-        for one in self.ticked:
-            options |= {} if one.why_not(config, ranks) else one.options
+        idle = [f"{bug.title}: {why}" for bug in self.ticked if (why := bug.why_not(config, ranks))]
+        for bug in self.ticked:
+            options |= {} if bug.why_not(config, ranks) else bug.options
         self.report = (align_decode if decodes else align)(
             self._model, self._prompt.value, tensor_parallel_size=ranks, dtype=self._dtype, patches=self.ticked,
             **options)
@@ -84,8 +84,8 @@ class Panel:
         self._image.value = image_html(self.figure.png(), self.figure.alt_text)
         if self.ticked and self.report.ok and not idle:
             idle = ["With this prompt nothing is computed otherwise."]
-        said = [one.sentence for one in self.report.diagnoses] or [diagnose(self.report).sentence]
-        lines = [f"<b>{escape(describe_report(self.report))}</b>", *map(escape, [*said, *idle])]
+        sentences = [diagnosis.sentence for diagnosis in self.report.diagnoses] or [diagnose(self.report).sentence]
+        lines = [f"<b>{escape(describe_report(self.report))}</b>", *map(escape, [*sentences, *idle])]
         self._verdict.value = "<br>".join(lines)
 
     def _label(self) -> str:

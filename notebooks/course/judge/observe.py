@@ -45,13 +45,13 @@ class Outcome:
 
     def wrong(self) -> list[tuple[int, Seen, str]]:
         """Of each rank the first thing seen that is not as it must be: the rank, that, and how it differs."""
-        found = []
+        wrong = []
         for r, mine in enumerate(self.seen):
-            sentences = ((one, differs(one.value, one.must, self.exercise.within, self.exercise.dims, one.what))
-                         for one in mine)
-            first = next((pair for pair in sentences if pair[1]), None)
-            found += [(r, *first)] if first else []
-        return found
+            pairs = ((seen, differs(seen.value, seen.must, self.exercise.within, self.exercise.dims, seen.what))
+                     for seen in mine)
+            first = next((pair for pair in pairs if pair[1]), None)
+            wrong += [(r, *first)] if first else []
+        return wrong
 
     def is_right(self) -> bool:
         return not self.kind and not self.wrong()
@@ -69,13 +69,13 @@ def outcome(exercise: Exercise, answer: Callable, example: Example, right: Outco
     of the reference."""
     seen: list[list[Seen]] = [[] for _ in range(example.ranks)]
 
-    def here() -> None:
-        known = {one.what: one.value for one in right.seen[rank()] if one.shown} if right is not None else {}
+    def look() -> None:
+        known = {thing.what: thing.value for thing in right.seen[rank()] if thing.shown} if right is not None else {}
         _look(exercise, answer, example, seen[rank()], known, is_reference=right is None)
 
     try:
         with as_it_was():
-            logical_ranks(example.ranks, here, timeout=LIMIT if right is not None else REFERENCE_LIMIT)
+            logical_ranks(example.ranks, look, timeout=LIMIT if right is not None else REFERENCE_LIMIT)
     except RankError as error:
         return Outcome(seen, exercise, *_told(error, example.ranks == 1))
     return Outcome(seen, exercise)
@@ -91,13 +91,13 @@ def _look(exercise: Exercise, answer: Callable, example: Example, seen: list[See
         seen.append(Seen(what, copied(value), copied(wanted), not must))
         if not is_known or must and differs(value, wanted, exercise.within):
             return
-    for name, arg, after in zip(exercise.given, kept, args):
+    for name, arg, after in zip(exercise.argument_names, kept, args):
         if name != exercise.writes:
             unchanged(name, not differs(after, arg, 0), returns=not (seen and seen[0].value is None))
     if exercise.counted:
-        count = len([one for one in op_log() if one.seq > before])
+        count = sum(record.seq > before for record in op_log())
         seen.append(Seen(COLLECTIVES, count, known.get(COLLECTIVES, count)))
-    missing = [what for what in known if what not in {one.what for one in seen}]
+    missing = [what for what in known if what not in {thing.what for thing in seen}]
     seen += [Seen(what, None, known[what]) for what in missing]
 
 
@@ -115,12 +115,12 @@ def copied(value):
 def _told(error: RankError, is_alone: bool) -> tuple[str, str]:
     """The error of a call in at most three lines, and its kind."""
     cause, raised = error.first, error.first.exception
-    said = in_words(raised if raised is not None and is_alone else error)
+    words = in_words(raised if raised is not None and is_alone else error)
     if isinstance(raised, NotYet):
-        return said, str(raised)
-    lines = (said.replace("rank 0 is", "it is") if is_alone else said).splitlines()
-    is_mismatch = isinstance(error, CollectiveMismatch) and "has returned" not in said
-    asks = _ALIKE if is_mismatch else _ASKS.get("waiting" if "has returned" in said else cause.kind, "")
+        return words, str(raised)
+    lines = (words.replace("rank 0 is", "it is") if is_alone else words).splitlines()
+    is_mismatch = isinstance(error, CollectiveMismatch) and "has returned" not in words
+    asks = _ALIKE if is_mismatch else _ASKS.get("waiting" if "has returned" in words else cause.kind, "")
     kind = f"raised {type(raised).__name__}" if cause.kind == "raised" else cause.kind
     return "\n".join([*lines[:2], *[asks] * bool(asks)]), kind
 

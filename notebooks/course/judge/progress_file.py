@@ -17,8 +17,8 @@ SOLVED: dict[str, Callable] = {}  # the answers that passed in this process, the
 
 def path() -> Path:
     """``$TPLAB_PROGRESS`` if set, else ``tplab/progress.json`` in ``$XDG_DATA_HOME`` or ``~/.local/share``."""
-    if own := os.environ.get("TPLAB_PROGRESS"):
-        return Path(own).expanduser()
+    if named := os.environ.get("TPLAB_PROGRESS"):
+        return Path(named).expanduser()
     return Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share", "tplab", "progress.json")
 
 
@@ -39,7 +39,7 @@ def load() -> dict[str, dict]:
         return {}
     try:
         kept = json.loads(path().read_text(encoding="utf-8"))
-        return {name: one for name, one in kept.items() if "solved" in one}
+        return {name: entry for name, entry in kept.items() if "solved" in entry}
     except FileNotFoundError:
         return {}
     except (ValueError, TypeError, AttributeError, OSError) as error:
@@ -69,8 +69,8 @@ def clear_progress() -> None:
 
 def source(answer: Callable) -> str | None:
     """The whole cell that defines ``answer``, or its own lines where that is a file's; None if they are not known."""
-    codes = [one.__code__ for one in (vars(answer).values() if isinstance(answer, type) else [answer])
-             if hasattr(one, "__code__")]
+    codes = [part.__code__ for part in (vars(answer).values() if isinstance(answer, type) else [answer])
+             if hasattr(part, "__code__")]
     if not codes:
         return None
     file = codes[0].co_filename

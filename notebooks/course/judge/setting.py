@@ -16,9 +16,9 @@ from tplab.ranks import RankError
 LITTLE = "What is off by so little has lost digits: in which dtype is it computed, or kept?"
 
 
-def in_learners_words(found) -> str:
+def in_learners_words(diagnosis) -> str:
     """A diagnosis without what only a reader of the engine can use."""
-    return found.sentence.partition(" Looked for and not found")[0]
+    return diagnosis.sentence.partition(" Looked for and not found")[0]
 
 
 @dataclass
@@ -62,9 +62,9 @@ class Setting:
         except Exception as error:  # of the learner's code, on the ranks or in the scheduler
             raise NotYet(f"in the engine: {in_words(first_cause(error))}") from error
         if not self.report.ok:
-            found, first = diagnose(self.report), self.report.first_divergence
-            little = found.fault is None and first is not None and first.relative < 5e-3
-            raise NotYet(f"in the engine: {in_learners_words(found)}" + f"\n{LITTLE}" * little)
+            diagnosis, first = diagnose(self.report), self.report.first_divergence
+            little = diagnosis.fault is None and first is not None and first.relative < 5e-3
+            raise NotYet(f"in the engine: {in_learners_words(diagnosis)}" + f"\n{LITTLE}" * little)
 
     def on_ranks(self, function: Callable, *args, size: int = 0, timeout: float | None = None) -> list:
         """What ``function(*args)`` gives on each rank of a pool, of ``size`` ranks if given; `NotYet` if it fails."""

@@ -17,30 +17,30 @@ _MOST = 20_000, 500  # numbers of a tensor, and tensors, that are kept of one ca
 
 
 class Made(TorchDispatchMode):
-    """What each torch call of a learner's code makes, with the line of the call: ``found``."""
+    """What each torch call of a learner's code makes, with the line of the call: ``tensors``."""
 
     def __init__(self):
         super().__init__()
-        self.found: list[tuple[int, torch.Tensor]] = []
+        self.tensors: list[tuple[int, torch.Tensor]] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out, frame = func(*args, **(kwargs or {})), sys._getframe(1)
         while frame is not None and not is_learners(frame.f_code.co_filename):
             frame = frame.f_back
-        for one in tree_leaves(out) if frame is not None and len(self.found) < _MOST[1] else ():
-            if isinstance(one, torch.Tensor) and 1 < one.numel() <= _MOST[0] and one.device.type == "cpu":
-                self.found.append((frame.f_lineno, one.detach().clone()))
+        for leaf in tree_leaves(out) if frame is not None and len(self.tensors) < _MOST[1] else ():
+            if isinstance(leaf, torch.Tensor) and 1 < leaf.numel() <= _MOST[0] and leaf.device.type == "cpu":
+                self.tensors.append((frame.f_lineno, leaf.detach().clone()))
         return out
 
 
-def is_like(one: torch.Tensor, step: torch.Tensor) -> bool:
+def is_like(tensor: torch.Tensor, step: torch.Tensor) -> bool:
     """Whether it is ``step``, in whatever layout."""
-    if one.numel() != step.numel() or one.is_complex():
+    if tensor.numel() != step.numel() or tensor.is_complex():
         return False
-    one, step = one.double().squeeze(), step.double().flatten()
+    tensor, step = tensor.double().squeeze(), step.double().flatten()
     most = 1e-4 * step[step.isfinite()].abs().amax().clamp(min=1.0).item() if step.isfinite().any() else 1e-4
-    orders = permutations(range(one.dim())) if one.dim() < 6 else [range(one.dim())]
-    return any(torch.allclose(one.permute(*order).flatten(), step, rtol=0, atol=most) for order in orders)
+    orders = permutations(range(tensor.dim())) if tensor.dim() < 6 else [range(tensor.dim())]
+    return any(torch.allclose(tensor.permute(*order).flatten(), step, rtol=0, atol=most) for order in orders)
 
 
 def right_steps(exercise: Exercise, answer: Callable, example: Example) -> str:
@@ -48,25 +48,26 @@ def right_steps(exercise: Exercise, answer: Callable, example: Example) -> str:
     weights"``; the empty string of a class."""
     if not hasattr(exercise.reference, "__code__"):
         return ""
-    lines: list[dict[str, int]] = [{} for _ in range(example.ranks)]
+    lines: list[dict[str, int]] = [{} for _ in range(example.ranks)]  # variable → the line that makes its last value
+    half_made: set[str] = set()  # variables of which a line makes an earlier value, and none the last one
 
     def call(function: Callable) -> None:
         for _ in exercise.observe(function, *copy.deepcopy(tuple(example))):
             pass
 
-    def here() -> None:
-        given, steps, made = {}, {}, Made()
+    def compare() -> None:
+        arguments, steps, made = {}, {}, Made()
 
         def trace(frame, event, arg):
             if frame.f_code is not exercise.reference.__code__:
                 return None
-            given.update(frame.f_locals if event == "call" else {})
-            for name, one in frame.f_locals.items() if event == "line" else ():  # later, a sum may be in its place
-                is_step = isinstance(one, torch.Tensor) and one.is_floating_point() and one is not given.get(name)
+            arguments.update(frame.f_locals if event == "call" else {})
+            for name, x in frame.f_locals.items() if event == "line" else ():  # later, a sum may be in its place
+                is_step = isinstance(x, torch.Tensor) and x.is_floating_point() and x is not arguments.get(name)
                 known = steps.get(name, {})  # the latest value of each shape
-                if is_step and one.numel() > 1 and not any(one.equal(before) for before in known.values()):
+                if is_step and x.numel() > 1 and not any(x.equal(before) for before in known.values()):
                     steps.pop(name, None)
-                    steps[name] = {**known, one.shape: one.detach().clone()}
+                    steps[name] = {**known, x.shape: x.detach().clone()}
             return trace
 
         sys.settrace(trace)
@@ -77,21 +78,23 @@ def right_steps(exercise: Exercise, answer: Callable, example: Example) -> str:
         with made:
             call(answer)
         for name, values in steps.items():
-            at = [next((line for line, one in made.found if is_like(one, step)), 0) for step in values.values()]
-            lines[rank()][name] = at[-1] or -any(at)  # -1: a value of it that is not the last one
+            *earlier, last = (next((line for line, tensor in made.tensors if is_like(tensor, step)), 0)
+                              for step in values.values())
+            lines[rank()][name] = last
+            half_made.update([name] * (any(earlier) and not last))
 
     with Made():
         torch.ones(2)  # the first use of such a mode imports much, which is not on the learner's time
     try:
-        logical_ranks(example.ranks, here, timeout=5)
+        logical_ranks(example.ranks, compare, timeout=5)
     except Exception:  # of a learner's code that fails on other ranks
         return ""
     at = {name: min(mine.get(name, 0) for mine in lines) for name in lines[0]}
-    right = ", ".join(f"{name} (line {lines[0][name]})" for name, line in at.items() if line > 0)
-    missing = next((name for name, line in at.items() if not line), "")
+    right = ", ".join(f"{name} (line {lines[0][name]})" for name, line in at.items() if line)
+    missing = next((name for name, line in at.items() if not line and name not in half_made), "")
     if not right:
         return ""
     last, code = max(at.values()), getattr(answer, "__code__", None)
-    follows = code and min(at.values()) > 0 and last < max(line for *_, line in code.co_lines() if line)
+    follows = code and all(at.values()) and last < max(line for *_, line in code.co_lines() if line)
     rest = f"; see what follows line {last}" if follows else ""
     return f"Right in yours: {right}" + (f"; not found: {missing}" if missing else rest)

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 
 from course.judge import progress_file
-from course.judge.differ import alike, given, kind, relation
+from course.judge.differ import alike, call_in_words, kind, relation
 from course.judge.exercise import Example, Exercise
 from course.judge.limit import limited
 from course.judge.observe import COLLECTIVES, Outcome, outcome
@@ -68,37 +68,36 @@ def examine(exercise: Exercise, answer, setting: Setting) -> str | None:
     """NotYet at what is wrong, or a remark on what is right."""
     fits_signature(exercise, answer)
     examples, right = right_ones(exercise)
-    found: list[Outcome] = []
+    outcomes: list[Outcome] = []
     for example, must in zip(examples, right):
-        found.append(outcome(exercise, answer, example, must))
-        if found[-1].kind == "running":  # it would take its time in each of them
+        outcomes.append(outcome(exercise, answer, example, must))
+        if outcomes[-1].kind == "running":  # it would take its time in each of them
             break
-    if all(one.is_right() for one in found):
+    wrong = [n for n, seen in enumerate(outcomes) if not seen.is_right()]
+    if not wrong:
         if keeps(exercise, answer):
             raise NotYet(KEEPS)
         for example in exercise.more(setting):
-            found = outcome(exercise, answer, example, outcome(exercise, exercise.reference, example))
-            if not found.is_right():
-                raise NotYet("\n".join(described(found, example, given(exercise.takes, example))))
+            mine = outcome(exercise, answer, example, outcome(exercise, exercise.reference, example))
+            if not mine.is_right():
+                raise NotYet("\n".join(described(mine, example)[0]))
         setting.patches = exercise.patches(answer)
         remark = limited(exercise.engine, setting, answer)
         return remark or (exercise.alone if setting.tensor_parallel_size == 1 else None)
-    n = next(n for n, one in enumerate(found) if not one.is_right())
-    sentence, example = mistake(exercise, found), given(exercise.takes, examples[n])
-    lines = [sentence] * bool(sentence) + described(found[n], examples[n], example)
-    if not (sentence or found[n].kind):
-        both = found[n].wrong()[0][1].value, found[n].wrong()[0][1].must
-        is_number = all(isinstance(one, torch.Tensor) for one in both) and both[0].dtype == both[1].dtype
-        if is_number and "as it went in" not in lines[-1]:
+    n, sentence = wrong[0], mistake(exercise, outcomes)
+    lines, came_back = described(outcomes[n], examples[n])
+    if not (sentence or outcomes[n].kind or came_back):
+        _, seen, _ = outcomes[n].wrong()[0]
+        if all(isinstance(x, torch.Tensor) for x in (seen.value, seen.must)) and seen.value.dtype == seen.must.dtype:
             lines.append(right_steps(exercise, answer, examples[n]))
-    raise NotYet("\n".join(line for line in lines if line))
+    raise NotYet("\n".join(line for line in (sentence, *lines) if line))
 
 
 @cache
 def right_ones(exercise: Exercise) -> tuple[list[Example], list[Outcome]]:
     """The examples of an exercise, and what is seen of its reference on each."""
     examples = list(exercise.examples())
-    return examples, [outcome(exercise, exercise.reference, one) for one in examples]
+    return examples, [outcome(exercise, exercise.reference, example) for example in examples]
 
 
 @cache
@@ -112,7 +111,7 @@ def outcomes_of(exercise: Exercise, sentence: str) -> list[list[Outcome]]:
 def keeps(exercise: Exercise, answer: Callable) -> bool:
     """Whether an answer that was right is wrong when it is called again, or with other contents of the same shapes."""
     for example, must in zip(*right_ones(exercise)):
-        turned = Example(*(one.flip([*range(one.dim())]) if isinstance(one, torch.Tensor) else one for one in example),
+        turned = Example(*(arg.flip([*range(arg.dim())]) if isinstance(arg, torch.Tensor) else arg for arg in example),
                          ranks=example.ranks)
         for again, wanted in ((example, must), (turned, outcome(exercise, exercise.reference, turned))):
             if not wanted.kind and not outcome(exercise, answer, again, wanted).is_right():
@@ -120,14 +119,14 @@ def keeps(exercise: Exercise, answer: Callable) -> bool:
     return False
 
 
-def mistake(exercise: Exercise, found: Sequence[Outcome]) -> str:
-    """The sentence of the known mistake that gives what was found, wherever that mistake shows."""
-    partly, n = "", next(n for n, one in enumerate(found) if not one.is_right())
-    if found[n].kind.startswith("raised "):
+def mistake(exercise: Exercise, outcomes: Sequence[Outcome]) -> str:
+    """The sentence of the known mistake that gives what a wrong answer gives, wherever that mistake shows."""
+    partly, n = "", next(n for n, seen in enumerate(outcomes) if not seen.is_right())
+    if outcomes[n].kind.startswith("raised "):
         return ""
     for sentence in exercise.mistakes:
         for ways in outcomes_of(exercise, sentence):
-            pairs = list(zip(found, ways))
+            pairs = list(zip(outcomes, ways))
             if all(mine.same(its) for mine, its in pairs):
                 return sentence
             if not ways[n].is_right() and all(mine.same(its) for mine, its in pairs if not its.is_right()):
@@ -135,22 +134,24 @@ def mistake(exercise: Exercise, found: Sequence[Outcome]) -> str:
     return partly
 
 
-def described(found: Outcome, example: Example, called_with: str) -> list[str]:
-    """What is wrong with an example: the error and its line, or what differs first."""
-    if found.kind:
-        lines = found.error.splitlines()
-        return lines + [f"It was called with {called_with}"] * (CALLED not in found.error and len(lines) < 3)
-    wrong = sorted(found.wrong(), key=lambda rank: rank[1].what == COLLECTIVES)
-    _, one, says = wrong[0]
-    ranks = [r for r, other, theirs in wrong if other.what == one.what and theirs == says]
-    which = ranks_in_words(ranks, example.ranks)
-    on = f"on {which}{f' of {example.ranks}' * (which != 'every rank')}, " if example.ranks > 1 else ""
-    on *= which != "every rank" or not re.search(r"\brank \d", one.what)  # it says itself of which rank it speaks
-    says = f"the result is right; {says}" if one.what == COLLECTIVES else says
-    same = [name for name, arg in zip(found.exercise.given, example) if isinstance(arg, torch.Tensor) and arg.dim()
-            and one.what.endswith("it returns") and alike(one.value, arg, 1e-6)]
-    says += f". That is {same[0]} as it went in" if same else relation(one.value, one.must, found.exercise.dims)
-    return [f"With {called_with}: {on}{says}"]
+def described(mine: Outcome, example: Example) -> tuple[list[str], bool]:
+    """What is wrong with an example: the error and its line, or what differs first; and whether what comes back is an
+    argument as it went in."""
+    called_with = call_in_words(mine.exercise.takes, example)
+    if mine.kind:
+        lines = mine.error.splitlines()
+        return lines + [f"It was called with {called_with}"] * (CALLED not in mine.error and len(lines) < 3), False
+    wrong = sorted(mine.wrong(), key=lambda rank: rank[1].what == COLLECTIVES)
+    _, seen, says = wrong[0]
+    ranks = ranks_in_words([r for r, other, theirs in wrong if other.what == seen.what and theirs == says],
+                           example.ranks)
+    on = f"on {ranks}{f' of {example.ranks}' * (ranks != 'every rank')}, " if example.ranks > 1 else ""
+    on *= ranks != "every rank" or not re.search(r"\brank \d", seen.what)  # it says itself of which rank it speaks
+    says = f"the result is right; {says}" if seen.what == COLLECTIVES else says
+    same = [name for name, arg in zip(mine.exercise.argument_names, example) if isinstance(arg, torch.Tensor)
+            and arg.dim() and seen.what.endswith("it returns") and alike(seen.value, arg, 1e-6)]
+    says += f". That is {same[0]} as it went in" if same else relation(seen.value, seen.must, mine.exercise.dims)
+    return [f"With {called_with}: {on}{says}"], bool(same)
 
 
 def ranks_in_words(ranks: Sequence[int], size: int) -> str:

@@ -44,8 +44,8 @@ def _of_ranks(error: RankError) -> str:
     frames = [frame for frame in first.frames if is_learners(frame.file)]
     if first.kind == "raised":
         text = first.text.removeprefix("raised ")
-        said = text.removeprefix(f"{NotYet.__name__}: ")
-        return f"{who}: {said}" if said != text else _lines(f"{who}: {text}", frames)
+        words = text.removeprefix(f"{NotYet.__name__}: ")
+        return f"{who}: {words}" if words != text else _lines(f"{who}: {text}", frames)
     summary = error.summary
     for cause in error.causes.values():
         if cause.kind == "running":
@@ -56,13 +56,13 @@ def _of_ranks(error: RankError) -> str:
 
 
 def _lines(what: str, frames: Sequence[Frame]) -> str:
-    given, lines = next((line for line in what.splitlines() if CALLED in line), ""), [_short(what)]
+    called_with, lines = next((line for line in what.splitlines() if CALLED in line), ""), [_short(what)]
     if frames:
         source = linecache.getline(frames[-1].file, frames[-1].line).strip()
         lines.append(f"at your line {frames[-1].line}" + (f": {_short(source)}" if source else
                                                          f" ({location(frames[-1].file, frames[-1].line)})"))
-    if given:
-        lines.append(_short(given))
+    if called_with:
+        lines.append(_short(called_with))
     return "\n".join(lines)
 
 

@@ -46,7 +46,7 @@ def one_number(value, what: str = "a number"):
 
 def whole_numbers(value, what: str) -> list[int]:
     """``value``, a list, tuple or range of ints, as a list; NotYet if it is none. ``what``: what they are."""
-    if not isinstance(value, list | tuple | range) or any(type(one) is not int for one in value):
+    if not isinstance(value, list | tuple | range) or any(type(number) is not int for number in value):
         raise NotYet(f"it returns {kind(value)}; a list of whole numbers must come back, {what}")
     return list(value)
 

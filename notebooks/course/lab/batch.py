@@ -57,10 +57,10 @@ def declared_parameters(notebook: Path) -> dict:
     import papermill
 
     try:
-        found = papermill.inspect_notebook(notebook)
+        parameters = papermill.inspect_notebook(notebook)
     except Exception as error:  # JSON of any other kind comes as AttributeError, KeyError, TypeError and more
         raise TplabError(f"not a notebook: {_first_line(error)}") from error
-    return {name: _literal(parameter["default"], None) for name, parameter in found.items()}
+    return {name: _literal(parameter["default"], None) for name, parameter in parameters.items()}
 
 
 def _literal(text: str, otherwise):

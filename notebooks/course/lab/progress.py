@@ -9,7 +9,7 @@ from tplab.show.tables import Table, table
 def progress() -> Table:
     """Every exercise and every case of the series with the day on which it was solved, as a table folded away."""
     kept = load()
-    named = {name: one.notebook for name, one in all_exercises().items()} | dict.fromkeys(CASES, "11")
+    named = {name: exercise.notebook for name, exercise in all_exercises().items()} | dict.fromkeys(CASES, "11")
     rows = [{"notebook": notebook, "exercise": name, "solved": kept.get(name, {}).get("solved", "")}
             for name, notebook in sorted(named.items(), key=lambda pair: pair[1])]
     return table(rows, "notebook", f"{sum(bool(row['solved']) for row in rows)} of {len(rows)} are solved")

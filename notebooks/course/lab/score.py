@@ -72,7 +72,7 @@ class Run:
     tensor_parallel_size: int
     dtype: str
     fault: str | None
-    said: tuple[str, ...]  # the names, of each diagnosis the first; "?" for one without a name
+    names: tuple[str, ...]  # the names, of each diagnosis the first; "?" for one without a name
     outcome: str
 
 
@@ -95,7 +95,7 @@ class Score:
         lines = []
         for dtype in dict.fromkeys(run.dtype for run in self.runs):
             counts = self.counts(dtype)
-            broken = sum(counts[one] for one in (EXACT, LOOKALIKE, WRONG, UNNAMED, UNSEEN))
+            broken = sum(counts[outcome] for outcome in (EXACT, LOOKALIKE, WRONG, UNNAMED, UNSEEN))
             lines.append(f"{dtype}: {broken} broken engines: {counts[EXACT]} named exactly, {counts[LOOKALIKE]} among "
                          f"lookalikes, {counts[WRONG]} wrongly, {counts[UNNAMED]} without a name, {counts[UNSEEN]} "
                          f"unseen; {counts[HEALTHY] + counts[FALSE_ALARM]} healthy ones: {counts[FALSE_ALARM]} false "
@@ -103,16 +103,16 @@ class Score:
         for run in self.runs:
             if run.outcome in (WRONG, UNNAMED, UNSEEN, FALSE_ALARM):
                 lines.append(f"  {run.outcome}: {run.fault or 'healthy'} on {run.model}, tp {run.tensor_parallel_size},"
-                             f" {run.dtype}" + (f": said {', '.join(run.said)}" if run.said else ""))
+                             f" {run.dtype}" + (f": said {', '.join(run.names)}" if run.names else ""))
         return "\n".join(lines)
 
 
 def score(models: Sequence[str | os.PathLike] = (), tensor_parallel_sizes: Sequence[int] = (2, 3),
-          dtypes: Sequence[str] = ("float32", "bfloat16"), workers: int = 1, told=lambda line: None) -> Score:
+          dtypes: Sequence[str] = ("float32", "bfloat16"), workers: int = 1, log=lambda line: None) -> Score:
     """Break the engine with every fault that can show, on every model, number of ranks and dtype; diagnose each.
 
     ``models``: names or folders; fable and four random checkpoints of other head layouts if none is given. The ranks
-    are logical, ``workers`` processes share the work. ``told``: called with a line for every model, size and dtype.
+    are logical, ``workers`` processes share the work. ``log``: called with a line for every model, size and dtype.
     """
     with tempfile.TemporaryDirectory(prefix="tplab-score-") as folder:
         named = {os.fspath(model): model for model in models} or {"fable": "fable", **{
@@ -123,9 +123,9 @@ def score(models: Sequence[str | os.PathLike] = (), tensor_parallel_sizes: Seque
         runs = []
         with ProcessPoolExecutor(workers, get_context("spawn"), torch.set_num_threads, (1,)) as pool:
             try:
-                for (name, _, size, dtype), found in zip(jobs, pool.map(_runs, jobs)):
-                    told(f"{name}, tp {size}, {dtype}: {len(found) - 1} faults")
-                    runs += found
+                for (name, _, size, dtype), fault_runs in zip(jobs, pool.map(_runs, jobs)):
+                    log(f"{name}, tp {size}, {dtype}: {len(fault_runs) - 1} faults")
+                    runs += fault_runs
             finally:
                 pool.shutdown(cancel_futures=True)  # after an interrupt, not all jobs are done before it ends
     return Score(tuple(runs))
@@ -153,22 +153,22 @@ def _run(model: str, ckpt: Checkpoint, size: int, dtype: str, fault: Fault | Non
             run, prompts = align_decode, options.pop("prompts")
     try:
         report = run(ckpt, prompts, **options)
-        found = [one for one in report.diagnoses or [diagnose(report)] if not one.ok]
+        diagnoses = [diagnosis for diagnosis in report.diagnoses or [diagnose(report)] if not diagnosis.ok]
     except TplabError as error:
-        found = [diagnose(error)]
-    said = tuple(one.fault or "?" for one in found)
-    return Run(model, size, dtype, fault and fault.name, said, _outcome(fault, found))
+        diagnoses = [diagnose(error)]
+    names = tuple(diagnosis.fault or "?" for diagnosis in diagnoses)
+    return Run(model, size, dtype, fault and fault.name, names, _outcome(fault, diagnoses))
 
 
-def _outcome(fault: Fault | None, found) -> str:
-    """``found`` must name the fault and nothing else: with another name beside the true one, it is wrong."""
+def _outcome(fault: Fault | None, diagnoses) -> str:
+    """``diagnoses`` must name the fault and nothing else: with another name beside the true one, it is wrong."""
     if fault is None:
-        return FALSE_ALARM if found else HEALTHY
-    if not found:
+        return FALSE_ALARM if diagnoses else HEALTHY
+    if not diagnoses:
         return UNSEEN
-    if any(diagnosis.fault and fault.name not in diagnosis.names for diagnosis in found):
+    if any(diagnosis.fault and fault.name not in diagnosis.names for diagnosis in diagnoses):
         return WRONG
-    named = [diagnosis.fault for diagnosis in found if fault.name in diagnosis.names]
+    named = [diagnosis.fault for diagnosis in diagnoses if fault.name in diagnosis.names]
     return UNNAMED if not named else EXACT if fault.name in named else LOOKALIKE
 
 

@@ -33,9 +33,9 @@ def main(paths: list[str]) -> None:
     """Store each notebook in its own place. If a cell fails, the file stays as it was."""
     import nbformat
 
-    with tempfile.TemporaryDirectory() as own:
+    with tempfile.TemporaryDirectory() as folder:
         for path in map(Path, paths):
-            os.environ["TPLAB_PROGRESS"] = os.path.join(own, f"{path.stem}.json")  # a stub is not an answer
+            os.environ["TPLAB_PROGRESS"] = os.path.join(folder, f"{path.stem}.json")  # a stub is not an answer
             if not path.is_file():
                 raise SystemExit(f"there is no notebook {path}")
             done = stored(nbformat.read(path, as_version=4), path.resolve().parent)
