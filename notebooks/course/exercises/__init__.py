@@ -23,7 +23,7 @@ class ExerciseError(TplabError):
 def all_exercises() -> dict[str, Exercise]:
     """All exercises by name, in the order of the series."""
     files = sorted(file.name for file in iter_modules(__path__) if file.name.startswith("nb"))
-    return {one.name: one for file in files for one in import_module(f"{__name__}.{file}").EXERCISES}
+    return {exercise.name: exercise for file in files for exercise in import_module(f"{__name__}.{file}").EXERCISES}
 
 
 def judge(answer: Callable, model: str | Checkpoint = "fable", prompt: str | Sequence[int] = "", *,
@@ -34,8 +34,8 @@ def judge(answer: Callable, model: str | Checkpoint = "fable", prompt: str | Seq
     ``name``: the exercise, if the function has another name. Raises `ExerciseError` if there is no such exercise.
     """
     known, names = all_exercises(), sys._getframe(1).f_globals
-    own = getattr(answer, "__name__", quoted(answer))  # a lambda and a list have no name of their own
-    name = name or (own if own in known else next((one for one in known if names.get(one) is answer), own))
+    called = getattr(answer, "__name__", quoted(answer))  # a lambda and a list have no name of their own
+    name = name or (called if called in known else next((n for n in known if names.get(n) is answer), called))
     if name not in known:
         raise ExerciseError(f"there is no exercise {name!r}; there are {', '.join(known)}. "
                             "An answer of another name is judged with name=…")

@@ -26,9 +26,9 @@ def scores_and_masks():
 
 def low_is_infinite(answer, *args):
     """Beside the scores of any model, exp of -5000 is 0."""
-    found = answer(*args)
-    is_number = isinstance(found, torch.Tensor) and found.is_floating_point()
-    yield "it returns", found.masked_fill(found < -5000, -INF) if is_number else found
+    scores = answer(*args)
+    is_number = isinstance(scores, torch.Tensor) and scores.is_floating_point()
+    yield "it returns", scores.masked_fill(scores < -5000, -INF) if is_number else scores
 
 
 def my_assert_no_nan(tensor, name):
@@ -40,34 +40,34 @@ def with_nan():
     scores = torch.arange(36000.0).cos().view(2, 3, 4, 1500)
     causal = scores.masked_fill(torch.ones(4, 1500, dtype=torch.bool).triu(3), -INF)
     both, first, last = causal.clone(), causal.clone(), causal.clone()
-    some, every = (torch.arange(20.0).view(4, 5).bfloat16() for _ in range(2))
+    some, all_of_it = (torch.arange(20.0).view(4, 5).bfloat16() for _ in range(2))
     both[0, 0, 0, 0], first[0, 0, 0, 0], last[1, 2, 3, 30] = INF, NAN, NAN
-    some[1:, 1:3], every[:] = NAN, NAN
+    some[1:, 1:3], all_of_it[:] = NAN, NAN
     for tensor, says in (
             (scores, "scores without NaN"), (causal, "scores with -inf"), (both, "scores with inf and -inf"),
-            (some, "[4, 5], of which 6 are NaN"), (every, "[4, 5], all of them NaN"),
+            (some, "[4, 5], of which 6 are NaN"), (all_of_it, "[4, 5], all of them NaN"),
             (last, "[2, 3, 4, 1500], of which one is NaN"), (first, "[2, 3, 4, 1500], of which the first is NaN")):
         yield Example(tensor, "weights" if tensor.dim() == 2 else "scores", says=says)
 
 
 def fires(answer, tensor, name):
-    found, message = None, None
+    returned, message = None, None
     try:
-        found = answer(tensor, name)
+        returned = answer(tensor, name)
     except AssertionError as error:
         message = str(error)
     yield "an AssertionError is raised", message is not None
     if message is None:
-        yield "it returns", found
+        yield "it returns", returned
         return
     sizes, share, count = ", ".join(map(str, tensor.shape)), tensor.isnan().double().mean(), int(tensor.isnan().sum())
-    said = f"its message, {message[:60]!r}, says "
-    yield f"{said}the name of the tensor, {name!r}", name in message, True
-    yield f"{said}the shape, [{sizes}]", sizes in message, True
-    numbers = [(float(one), bool(sign)) for one, sign in re.findall(r"(-?\d+(?:\.\d+)?(?:e-\d+)?) ?(%?)", message)]
-    yield f"{said}how much is lost, {100 * share:.2g} %", any(
-        abs(one - 100 * share) < 0.6 or not percent and (one == count or abs(one - share) < 6e-3)
-        for one, percent in numbers), True
+    its_message = f"its message, {message[:60]!r}, says "
+    yield f"{its_message}the name of the tensor, {name!r}", name in message, True
+    yield f"{its_message}the shape, [{sizes}]", sizes in message, True
+    numbers = [(float(text), bool(sign)) for text, sign in re.findall(r"(-?\d+(?:\.\d+)?(?:e-\d+)?) ?(%?)", message)]
+    yield f"{its_message}how much is lost, {100 * share:.2g} %", any(
+        abs(number - 100 * share) < 0.6 or not percent and (number == count or abs(number - share) < 6e-3)
+        for number, percent in numbers), True
 
 
 def in_a_broken_engine(setting, answer):

@@ -34,8 +34,8 @@ def of_a_rank(answer, size, *shapes):
     """What a rank gets of sources of these shapes, and how many bytes of them it reads."""
     rows, alone = [dealt(shape[0], size)[rank()] for shape in shapes], len(shapes) == 1
     sources = [source_of(n, *shape) for n, shape in enumerate(shapes)]
-    found = answer(*(sources + rows if alone else (sources, rows)))
-    yield f"for rows {', '.join(f'{each.start}:{each.stop}' for each in rows)} it returns", found
+    shards = answer(*(sources + rows if alone else (sources, rows)))
+    yield f"for rows {', '.join(f'{each.start}:{each.stop}' for each in rows)} it returns", shards
     yield "the bytes that are read are", Most(sum(source.taken for source in sources), 1.01)
 
 
@@ -133,7 +133,7 @@ def models_own(setting):
     """The MLP weights of the model's first layer."""
     parts = tensor_parts(setting.checkpoint.config, setting.checkpoint.tensors)
     with setting.checkpoint.reader() as reader:
-        up, down = (read_part(parts[f"model.layers.0.mlp.{one}_proj.weight"], reader).float() for one in ("up", "down"))
+        up, down = (read_part(parts[f"model.layers.0.mlp.{way}_proj.weight"], reader).float() for way in ("up", "down"))
     return [Example(numbers(7, up.shape[1]), up, down, numbers(len(down), seed=1), ranks=setting.tensor_parallel_size,
                     says="the weights of the model")]
 

@@ -41,14 +41,14 @@ def rotated(answer, how, q, k, cos, sin):
         return (2 * args[0], 2 * args[1]) if how == "doubles" else rotate("qwen2")(*args, **more)
 
     try:
-        found, comes_out = answer(SimpleNamespace(rotate=watched), q, k, cos, sin), False
+        turned, comes_out = answer(SimpleNamespace(rotate=watched), q, k, cos, sin), False
     except Failing:
-        found, comes_out = None, True
+        turned, comes_out = None, True
     yield "self.rotate is called", bool(asked)
     yield "an error of self.rotate comes out of your function", comes_out
     if not comes_out:
-        for name, one in zip("qk", pair(found, "the pair q, k")):
-            yield f"for {name} it returns", one
+        for name, tensor in zip("qk", pair(turned, "the pair q, k")):
+            yield f"for {name} it returns", tensor
 
 
 def my_rope(x, positions, theta):
@@ -97,9 +97,9 @@ def my_positions(starts, counts):
 
 
 def whole(answer, starts, counts):
-    found = answer(starts, counts)
-    is_short = isinstance(found, torch.Tensor) and found.dtype == torch.int32
-    yield "it returns", found.long() if is_short else found
+    positions = answer(starts, counts)
+    is_short = isinstance(positions, torch.Tensor) and positions.dtype == torch.int32
+    yield "it returns", positions.long() if is_short else positions
 
 
 def under_the_engine(answer) -> list[Patch]:

@@ -45,9 +45,9 @@ def used(cls, layers, kv_heads, dim, steps, dtype):
             qkv = numbers(count, 4 * kv_heads, dim, seed=10 * n + layer, dtype=dtype)
             k, v, before = qkv[:, 2 * kv_heads:3 * kv_heads], qkv[:, 3 * kv_heads:], qkv.clone()
             both = pair(cache.append(layer, k, v), "the pair k, v of all tokens so far")
-            for name, one in zip("kv", both):
-                there = f"append to layer {layer}, {sum(steps[:n])} tokens there and {count} new"
-                yield f"{there}: for {name} it returns", one
+            for name, tensor in zip("kv", both):
+                call = f"append to layer {layer}, {sum(steps[:n])} tokens there and {count} new"
+                yield f"{call}: for {name} it returns", tensor
             unchanged("k or v", qkv.equal(before))
             qkv.fill_(77)
     first = pair(other.append(0, *(numbers(1, kv_heads, dim),) * 2), "the pair k, v of all tokens so far")
@@ -71,7 +71,7 @@ def generate_with(ckpt, plan: ShardPlan, cache_class, ids: list[int]) -> tuple[f
         model = load_model(ckpt, plan)
         cache, outputs = cache_class(ckpt.config.num_layers), []
         cuts, steps = [0, 3, len(ids) - 4, *range(len(ids) - 3, len(ids) + 1)], ContiguousKVCache(1, 0)
-        steps.append = lambda sequence, *given: cache.append(*given)
+        steps.append = lambda sequence, *tensors: cache.append(*tensors)
         for start, stop in zip(cuts, cuts[1:]):
             step = steps.context([stop - start])
             outputs.append(model(torch.tensor(ids[start:stop]), step.positions, step))

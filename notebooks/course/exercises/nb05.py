@@ -40,13 +40,13 @@ def written(answer, cache, block_ids, start, new):
         numbers = [int(row[0, 0]) if row.eq(row[0, 0] * new.new_tensor([[1], [-1]])).all() else 999 for row in rows]
         return [f"key {n}" if n < 100 else "another sequence's" if n < 999 else "other numbers" for n in numbers]
 
-    found, size = answer(cache, block_ids, start, new), cache.shape[1]
-    own = [block_ids[p // size] * size + p % size for p in range(start + len(new))]
-    for slot in sorted(range(len(cache) * size), key=lambda slot: slot in own):  # first what belongs to others
+    rows, size = answer(cache, block_ids, start, new), cache.shape[1]
+    slots = [block_ids[p // size] * size + p % size for p in range(start + len(new))]
+    for slot in sorted(range(len(cache) * size), key=lambda slot: slot in slots):  # first what belongs to others
         yield f"afterwards, block {slot // size}, place {slot % size} holds", *named(cache.flatten(0, 1)[slot][None])
-    if isinstance(found, torch.Tensor) and found.shape == (len(own), *new.shape[1:]):
-        yield "the rows that come back are", named(found)
-    yield "it returns", found
+    if isinstance(rows, torch.Tensor) and rows.shape == (len(slots), *new.shape[1:]):
+        yield "the rows that come back are", named(rows)
+    yield "it returns", rows
 
 
 def batches_through(write_read) -> list[Patch]:
@@ -70,23 +70,23 @@ def my_key(parent, ids):
 def pairs():
     a, b, long, other = [7, 300, 9], [2, 5, 11], [*range(20)], [*range(19), 99]
     yield Example([a, b], [a, b], says="the same tokens behind the same beginning, twice")
-    for one, two in (([a], [[8, 300, 9]]), ([a], [[9, 300, 7]]), ([a], [[7, 300 + 65536, 9]]),
-                     ([[1, 23, 4]], [[12, 3, 4]]), ([[*a, 4]], [[7, 301, 8, 4]]), ([long], [other]),
-                     ([a[:2]], [[*a[:2], 0]]), ([long, b], [other, b]), ([a, b, long], [b, a, long]),
-                     ([long, b, b], [other, b, b])):
-        yield Example(one, two, says="the last block of " + " and of ".join(map(in_few_numbers, (one, two))))
+    for first, second in (([a], [[8, 300, 9]]), ([a], [[9, 300, 7]]), ([a], [[7, 300 + 65536, 9]]),
+                          ([[1, 23, 4]], [[12, 3, 4]]), ([[*a, 4]], [[7, 301, 8, 4]]), ([long], [other]),
+                          ([a[:2]], [[*a[:2], 0]]), ([long, b], [other, b]), ([a, b, long], [b, a, long]),
+                          ([long, b, b], [other, b, b])):
+        yield Example(first, second, says="the last block of " + " and of ".join(map(in_few_numbers, (first, second))))
     chance = random.Random(0)
     firsts = [[chance.randrange(50 if n % 2 else 150_000) for _ in a] for n in range(1_000)]
     yield Example(*([first] for first in firsts), *([first, b] for first in firsts), says="2,000 chains of blocks")
 
 
 def in_few_numbers(blocks) -> str:
-    return " ".join(str(one) if len(one) < 9 else f"[0, 1, …, {one[-2]}, {one[-1]}]" for one in blocks)
+    return " ".join(str(ids) if len(ids) < 9 else f"[0, 1, …, {ids[-2]}, {ids[-1]}]" for ids in blocks)
 
 
 def keys(answer, *chains):
     """Which of several chains of blocks get the same key."""
-    found = {}
+    by_key = {}
     for blocks in chains:
         key = b""
         for ids in blocks:
@@ -94,10 +94,10 @@ def keys(answer, *chains):
         if key is None or isinstance(key, torch.Tensor):
             yield "it returns", key, "what can be found in a dict"
         try:
-            twin = found.setdefault(key, blocks)
+            twin = by_key.setdefault(key, blocks)
         except TypeError as error:
             raise NotYet(f"a key must be hashable, to be found in a dict: {error}") from None
-        if twin != blocks or len(chains) == 2 and chains[0] == chains[1] and len(found) > 1:
+        if twin != blocks or len(chains) == 2 and chains[0] == chains[1] and len(by_key) > 1:
             both = "they" if len(chains) == 2 else " and ".join(map(in_few_numbers, (twin, blocks)))
             yield f"{both} get the same key", twin != blocks, twin == blocks
 
@@ -142,19 +142,19 @@ def at_random(cls, num_blocks):
         done.append(now)
         is_unused = what == "release" and not users[block]
         try:
-            found, raised = getattr(pool, what)(*[block] * (what != "allocate")), "no error"
+            result, raised = getattr(pool, what)(*[block] * (what != "allocate")), "no error"
         except Exception as error:
             if not is_unused and not isinstance(error, ValueError):
                 raise
-            found, raised = None, type(error).__name__
+            result, raised = None, type(error).__name__
         yield f"{after}{', of which users is 0,' * is_unused} raises", raised, "ValueError" if is_unused else "no error"
         if what == "allocate":
             if 0 not in users:
-                yield f"{after} while no block is free gives", found, None
+                yield f"{after} while no block is free gives", result, None
             else:
                 free = [number for number, count in enumerate(users) if not count]
-                yield f"{after} gives", found, found if type(found) is int and found in free else f"one of {free}"
-                users[found] += 1
+                yield f"{after} gives", result, result if type(result) is int and result in free else f"one of {free}"
+                users[result] += 1
         elif not is_unused:
             users[block] += 1 if what == "share" else -1
         yield f"{after}: users is", pool.users, users
@@ -192,7 +192,7 @@ def pool_patches(cls) -> list[Patch]:
         settle(self)
 
     home = "tplab.cache.blocks.BlockPool."
-    return [Patch(home + one.__name__, one) for one in (get_new_block, touch, free_blocks)]
+    return [Patch(home + method.__name__, method) for method in (get_new_block, touch, free_blocks)]
 
 
 def short_of_blocks(setting, answer):

@@ -43,13 +43,13 @@ def words():
 
 def looked_up(answer, ids, weight):
     rows = dealt(11, world_size())[rank()]
-    found = answer(ids, weight[rows.start:rows.stop], rows)
-    if isinstance(found, torch.Tensor) and found.shape == (len(ids), weight.shape[1]):
+    rows_back = answer(ids, weight[rows.start:rows.stop], rows)
+    if isinstance(rows_back, torch.Tensor) and rows_back.shape == (len(ids), weight.shape[1]):
         known = {"zeros": 0 * weight[0]} | {str(n): row for n, row in enumerate(weight)} | {
             f"{n} + {m}": row + weight[m] for n, row in enumerate(weight) for m in range(n + 1)}
-        yield "it returns the rows of", [next((of for of, one in known.items() if torch.allclose(one.double(), row)),
-                                              "other numbers") for row in found.double()]
-    yield "it returns", found
+        yield "it returns the rows of", [next((n for n, right in known.items() if torch.allclose(right.double(), row)),
+                                              "other numbers") for row in rows_back.double()]
+    yield "it returns", rows_back
     yield "the collectives are", collectives()
 
 
@@ -80,8 +80,8 @@ def decided(answer, table, ids):
 
 def three_texts(setting, answer):
     prompts, reference = setting.reference(12)
-    found = setting.texts(prompts, 12, *setting.patches)
-    if wrong := [number for number, pair in enumerate(zip(found, reference)) if pair[0] != pair[1]]:
+    texts = setting.texts(prompts, 12, *setting.patches)
+    if wrong := [number for number, pair in enumerate(zip(texts, reference)) if pair[0] != pair[1]]:
         raise NotYet(f"in the engine, the text of sequence {wrong[0]} is not Hugging Face's: on which rank does its "
                      "best token live?")
 
@@ -114,7 +114,7 @@ class Toy:
 def looped(answer, ids, count, draws):
     """Each token is computed once, where it stands, and the tokens that were drawn come back."""
     toy, text, prompt, have = Toy(draws), list(ids), list(ids), 0
-    found = whole_numbers(answer(toy, ids, count), "the new ids")
+    new_ids = whole_numbers(answer(toy, ids, count), "the new ids")
     for number, (new, positions) in enumerate(toy.calls, 1):
         have = 0 if new == text and positions == [*range(len(text))] else have  # the whole text once more: slow
         yield f"call {number} begins at position", positions[0], have
@@ -122,8 +122,8 @@ def looped(answer, ids, count, draws):
         yield f"call {number}, from position {have} on, has tokens", new, text[have:have + len(new)]
         have += len(new)
         text += [toy.drawn[number - 1]] * (have == len(text))
-    yield "the number of new ids is", len(found), count
-    yield "it returns", found, text[len(prompt):len(prompt) + count]
+    yield "the number of new ids is", len(new_ids), count
+    yield "it returns", new_ids, text[len(prompt):len(prompt) + count]
     yield "the tokens computed are", Most(sum(len(new) for new, _ in toy.calls), 1), Most(len(prompt) + count - 1, 1)
     yield "the calls of step are", Most(len(toy.calls), 1), Most(count, 1)
 
@@ -133,10 +133,10 @@ def in_a_loop(setting, answer):
     try:
         with LLM(setting.model, setting.tensor_parallel_size, setting.dtype, enable_prefix_caching=False) as llm:
             step = Stepper(llm, 24)
-            found, computed = answer(step, list(ids), 24), step.computed
+            new_ids, computed = answer(step, list(ids), 24), step.computed
     except Exception as error:  # of the learner's loop
         raise NotYet(f"in the engine: {in_words(error)}") from error
-    if found != reference:
+    if new_ids != reference:
         raise NotYet("in the engine, the text is not Hugging Face's, though the toy's was right: what is different "
                      "with other tokens?")
     whole = sum(len(ids) + i for i in range(24))  # when each step reads the text from its beginning
@@ -194,19 +194,19 @@ STEPS = (0, 5, 8, 9, 10)  # a prompt of 5, a chunk of 3, two tokens
 
 def in_steps(cls, toy, plan):
     """On a rank: of each step what was shown at each point, and last what came back; the bytes read of each weight."""
-    counted, here, shown = CountedCheckpoint(toy), plan.ranks[rank()], []
+    counted, shard, shown = CountedCheckpoint(toy), plan.ranks[rank()], []
     with torch.inference_mode(), counted.reader() as files, toy.reader() as uncounted:
         embed = uncounted["model.embed_tokens.weight"][:][3:3 + STEPS[-1]]
         cos, sin = Rotary(toy.config.hf)(embed, torch.arange(STEPS[-1]), [(STEPS[-1],) * 2])
         weights = {name.removeprefix("model.layers.0."): files[name] for name in toy.tensors if ".layers.0." in name}
-        layer = cls(weights, here, toy.config)
+        layer = cls(weights, shard, toy.config)
         for start, stop in pairwise(STEPS):
             shown.append(points := {})
 
             def point(name, value, points=points):
                 if name not in POINTS:
                     raise ValueError(f"there is no point {name!r}; there are {', '.join(POINTS)}")
-                heads = getattr(here, layout(name), None)
+                heads = getattr(shard, layout(name), None)
                 if isinstance(value, torch.Tensor) and heads is not None and value.dim() == 2:
                     points[name] = value.unflatten(-1, (len(heads), -1)).clone()  # heads side by side are as good
                 else:
@@ -221,7 +221,7 @@ def layer_in_steps(cls, heads, kv_heads, size, llama):
     more = {"model_type": "llama", "attention_bias": False, "hidden_size": 24} if llama else {}
     toy = toy_model(heads, kv_heads, **more)
     plan = ShardPlan.from_config(toy.config, size)
-    right, own = in_steps(MyLayer, toy, plan)
+    right, needed = in_steps(MyLayer, toy, plan)
     before = len(collectives())
     shown, taken = in_steps(cls, toy, plan)
     for points, must, (start, stop) in zip(shown, right, pairwise(STEPS)):
@@ -232,7 +232,7 @@ def layer_in_steps(cls, heads, kv_heads, size, llama):
     yield f"the collectives of {passes} passes are", collectives()[before:], ["all_reduce"] * 2 * passes
     for name in taken:
         yield (f"the bytes that are read of {name.removeprefix('model.layers.0.')} are", Most(taken[name], 1.01),
-               Most(own[name]))
+               Most(needed[name]))
 
 
 def all_layers(setting, answer):
@@ -265,7 +265,7 @@ EXERCISES = [
             "offers[:, :, 0].argmax(dim=-1) -> offers.shape[1] - 1 - offers[:, :, 0].flip(1).argmax(dim=-1)",
     }, "on {ranks}, three sequences get the tokens of Hugging Face", decided, at("tplab.engine.sampler.best_offer"),
              three_texts, dims="sequence", place="decides for a token"),
-    Exercise("06", my_generate, lambda: [Example(*one, says=f"a prompt of {len(one[0])}, {one[1]} new") for one in (
+    Exercise("06", my_generate, lambda: [Example(*args, says=f"a prompt of {len(args[0])}, {args[1]} new") for args in (
         ([3, 1, 4, 1, 5], 4, ()), ([*range(20, 63)], 24, ()), ([9, 9], 1, ()), ([24], 5, (0, 0, 3, 2, 11)))], {
         "positions count from 0: behind a prompt of n tokens, the first new one stands at n":
             "[position] -> [position + 1]",
@@ -276,8 +276,8 @@ EXERCISES = [
     }, "on {ranks}, 24 tokens are Hugging Face's", looped, engine=in_a_loop,
              place="is the loop around it all"),  # it calls the engine: see own_engine.py
     Exercise("06", MyLayer, lambda: [
-        Example(*one, ranks=one[2], says=f"{one[0]} query and {one[1]} KV heads over {counted(one[2], 'rank')}")
-        for one in ((8, 2, 1, False), (8, 2, 2, False), (9, 3, 2, False), (8, 2, 3, True))], {
+        Example(*args, ranks=args[2], says=f"{args[0]} query and {args[1]} KV heads over {counted(args[2], 'rank')}")
+        for args in ((8, 2, 1, False), (8, 2, 2, False), (9, 3, 2, False), (8, 2, 3, True))], {
         "rms_norm_eps is not added to the mean": " + self.eps -> ",
         "numbers 0 and 1 are turned as a pair; here number 0 belongs to number head_dim / 2":
             "a, b = x.chunk(2, dim=-1) -> a, b = x[..., ::2], x[..., 1::2]",

@@ -38,7 +38,7 @@ def my_load(ckpt, plan, rank):
 
 
 def in_float64(config, seed: int) -> dict[str, torch.Tensor]:
-    return {name: one.double() for name, one in random_tensors(config, seed).items()}
+    return {name: tensor.double() for name, tensor in random_tensors(config, seed).items()}
 
 
 def models():
@@ -70,8 +70,8 @@ def load_patch(answer) -> list[Patch]:
         if any(part.tensor != name for name, part in parts.items()):  # fused on disk: not what it was written for
             return original(LOAD)(ckpt, plan, dtype)
         model, kept = TensorParallelCausalLM(ckpt.config, plan, dtype), answer(ckpt, plan, rank())
-        for path, own in by_parameter(parts).items():
-            model.get_parameter(path).data.copy_(torch.cat([kept[name] for name in own]))
+        for path, names in by_parameter(parts).items():
+            model.get_parameter(path).data.copy_(torch.cat([kept[name] for name in names]))
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         model.load_stats = SimpleNamespace(bytes_read=size, parameter_bytes=size)
         return model.eval()
@@ -88,7 +88,7 @@ def versions():
     equal, low, high = (torch.tensor([[4.0, -9.0], other]) for other in ([2.0, 0.5], [0.25, 2.0], [2.5, -2.25]))
     for some in ([equal, low], [low, equal], [equal, equal], [equal, equal, low], [equal, low, high],
                  [low, equal, high]):
-        yield Example(*some, ranks=len(some), says="x of the ranks " + ", ".join(str(one.tolist()) for one in some))
+        yield Example(*some, ranks=len(some), says="x of the ranks " + ", ".join(str(x.tolist()) for x in some))
 
 
 def own_version(answer, *each):

@@ -50,15 +50,15 @@ def failures():
 
 def heard(answer, failing):
     work = Work(failing)
-    found = answer(work)
+    failed = answer(work)
     yield "it calls work so many times:", work.calls, 1
-    yield "it returns", whole_numbers(found, f"the failed ranks, which are {failing}")
+    yield "it returns", whole_numbers(failed, f"the failed ranks, which are {failing}")
 
 
 def agreed_on_real_ranks(setting, answer):
-    found = on_real_ranks(setting, lambda: answer(Work([1])))
-    if any([*one] != [1] for one in found):
-        raise NotYet(f"on real ranks, of which rank 1 fails, they return {found}")
+    answers = on_real_ranks(setting, lambda: answer(Work([1])))
+    if any([*failed] != [1] for failed in answers):
+        raise NotYet(f"on real ranks, of which rank 1 fails, they return {answers}")
 
 
 def my_rounds(write, read, rounds):
@@ -110,9 +110,9 @@ def in_turns(answer, rounds):
 
 def rounds_on_real_ranks(setting, answer):
     with tempfile.TemporaryDirectory() as folder:
-        found = on_real_ranks(setting, through_a_file, answer, str(Path(folder, "slot")))
-    if any(one != [0, 1, 2, 3] for one in found):
-        raise NotYet(f"on real ranks, through a file, they return {found}, and [0, 1, 2, 3] is right")
+        answers = on_real_ranks(setting, through_a_file, answer, str(Path(folder, "slot")))
+    if any(numbers != [0, 1, 2, 3] for numbers in answers):
+        raise NotYet(f"on real ranks, through a file, they return {answers}, and [0, 1, 2, 3] is right")
 
 
 def through_a_file(answer, slot: str) -> list:

@@ -33,14 +33,14 @@ def bytes_read(answer, config, shard, context, itemsize):
     someone who counts them is right, too."""
     def both(context, **none) -> list[float]:
         args = config, replace(shard, **none), context, itemsize
-        return [one_number(one(*args), "bytes") for one in (answer, my_decode_bytes)]
+        return [one_number(count(*args), "bytes") for count in (answer, my_decode_bytes)]
 
     none, whole = range(0), both(context)
     for part, rest in (("shard.vocab", both(context, vocab=none)), ("shard.mlp", both(context, mlp=none)),
                        ("context", both(0)), ("", both(0, vocab=none, mlp=none))):
-        found, right = (all_of_it - less for all_of_it, less in zip(whole, rest)) if part else rest
+        counted, right = (all_of_it - less for all_of_it, less in zip(whole, rest)) if part else rest
         yield (f"the bytes that {part} adds are" if part else "the bytes of q, k, v and o alone are",
-               round(right if -1e-9 * whole[1] <= found - right <= 0.01 * whole[1] else found), round(right))
+               round(right if -1e-9 * whole[1] <= counted - right <= 0.01 * whole[1] else counted), round(right))
 
 
 def notebooks_model(setting):
@@ -56,7 +56,7 @@ def my_step_seconds(rank_bytes, bandwidth, num_layers, latency):
 
 def steps():
     for rank_bytes in ([3e9, 7e9, 1e9, 2e9], [6e9, 6e9], [9e9]):
-        read = ", ".join(f"{one / 1e9:.0f} GB" for one in rank_bytes)
+        read = ", ".join(f"{count / 1e9:.0f} GB" for count in rank_bytes)
         yield Example(rank_bytes, 2e9, 20, 0.1, says=f"ranks that read {read} at 2 GB/s, 20 layers, latency 0.1 s")
 
 

@@ -36,7 +36,7 @@ def layers():
         weights, ids = logits.softmax(-1).topk(top_k)  # not renormalised: they add up to less than 1
         held = split_evenly(experts, size) if whole else [range(experts)] * size
         cut = [range(columns)] * size if whole else split_evenly(columns, size)
-        x, weights, gate_up, down = (one.bfloat16() if "bf" in how else one for one in (x, weights, gate_up, down))
+        x, weights, gate_up, down = (t.bfloat16() if "bf" in how else t for t in (x, weights, gate_up, down))
         counts = ", ".join(map(str, map(len, held if whole else cut)))
         yield Example(x, weights, ids, held, cut, gate_up, down, ranks=size, says=(
             f"{tokens} tokens with top_k {top_k}, {how}{', ' * bool(how)}ranks that hold {counts} "
@@ -46,10 +46,10 @@ def layers():
 def on_a_rank(answer, x, weights, ids, held, cut, gate_up, down):
     experts, columns = held[rank()], cut[rank()]
     gate, up = (part[experts.start:experts.stop, columns.start:columns.stop] for part in gate_up.chunk(2, dim=1))
-    own = down[experts.start:experts.stop, :, columns.start:columns.stop].contiguous()
-    before = [one.clone() for one in (x, weights, ids)]
+    down_here = down[experts.start:experts.stop, :, columns.start:columns.stop].contiguous()
+    before = [tensor.clone() for tensor in (x, weights, ids)]
     with Multiplications() as work:
-        yield "it returns", answer(x, weights, ids, experts, torch.cat([gate, up], 1), own)
+        yield "it returns", answer(x, weights, ids, experts, torch.cat([gate, up], 1), down_here)
     unchanged("x, weights or ids", all(map(torch.equal, before, (x, weights, ids))))
     rows = sum(int((ids == expert).sum()) for expert in experts)
     yield "the numbers multiplied on this rank are", Most(work.count, 1), Most(rows * 3 * x.shape[1] * len(columns), 1)

@@ -66,9 +66,9 @@ def beside(answer, x, weight, parts):
         yield "it returns", answer(x[rank()], weight[rank()], parts)
     least, sums = len(x[0].chunk(parts)), op_log()
     count = min(max(least, len(made.seen)), parts)  # where the tokens do not divide, some make fewer parts
-    yield "the numbers summed up are", Most(sum(torch.Size(one.shape).numel() for one in sums), 1)
-    yield "all sums are started with async_op=True", all(one.started for one in sums), True
-    yield "each sum is of whole rows", all(one.shape[1:] == weight.shape[1:2] for one in sums), True
+    yield "the numbers summed up are", Most(sum(torch.Size(record.shape).numel() for record in sums), 1)
+    yield "all sums are started with async_op=True", all(record.started for record in sums), True
+    yield "each sum is of whole rows", all(record.shape[1:] == weight.shape[1:2] for record in sums), True
     yield "the number of sums is", len(sums), count
     yield "the number of products is", len(made.seen), count
     for n, (started, done) in enumerate(made.seen[1:], 1):
@@ -79,11 +79,11 @@ def beside(answer, x, weight, parts):
 def in_parts(answer) -> list[Patch]:
     """The engine's row-parallel products with their sums, by a learner's function, three parts at a time."""
     def partial(self, x):
-        self.given = x
+        self.rows_in = x
         return original(f"{REDUCE}partial")(self, x)
 
     def reduce(self, partial):
-        return answer(self.given, self.weight, 3) + (0 if self.bias is None else self.bias)
+        return answer(self.rows_in, self.weight, 3) + (0 if self.bias is None else self.bias)
 
     return [Patch(f"{REDUCE}partial", partial), Patch(f"{REDUCE}reduce", reduce)]
 
@@ -151,29 +151,29 @@ def toys():
 
 def calls(answer, x, norms, mix, up, bias, sizes):
     """What each of the layer's four parts is given, and what comes back; each token sees those before it."""
-    r, seen, own = rank(), [], x.split(sizes)[rank()].clone()
+    r, seen, mine = rank(), [], x.split(sizes)[rank()].clone()
 
-    def part(name, of):
+    def part(name, function):
         def call(rows):
             seen.append((name, rows.clone()))
             if name in ("attention", "mlp") and len(rows) != len(x):
                 raise NotYet(f"{name} is given {len(rows)} of {len(x)} rows: its heads and columns are this rank's, "
                              "so it needs the rows of all")
-            return of(rows)
+            return function(rows)
         return call
 
-    def norm(which):
-        return lambda rows: rows * (rows.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * norms[which]
+    def norm(number):
+        return lambda rows: rows * (rows.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt() * norms[number]
 
     once = bias * (r == 0)
-    found = answer(own, sizes, part("input_norm", norm(0)),
-                   part("attention", lambda rows: torch.tanh(rows.cumsum(0)) @ mix[r] + once),
-                   part("post_norm", norm(1)), part("mlp", lambda rows: torch.relu(rows) @ up[r] + once))
-    unchanged("own", own.equal(x.split(sizes)[r]))
+    returned = answer(mine, sizes, part("input_norm", norm(0)),
+                      part("attention", lambda rows: torch.tanh(rows.cumsum(0)) @ mix[r] + once),
+                      part("post_norm", norm(1)), part("mlp", lambda rows: torch.relu(rows) @ up[r] + once))
+    unchanged("own", mine.equal(x.split(sizes)[r]))
     yield "the parts are called in the order", [name for name, _ in seen]
     for name, rows in seen:
         yield f"{name} is given", rows
-    yield "it returns", found
+    yield "it returns", returned
     yield "the collectives are", sorted(record.op for record in op_log())
 
 
@@ -181,8 +181,8 @@ def layer_of(answer) -> list[Patch]:
     """The engine's layers by a learner's function; joined behind each, as a trace wants them."""
     def forward(self, hidden, cos, sin, context):
         sizes = sizes_here(len(hidden))
-        own = scattered(answer, self, hidden.split(sizes)[rank()], sizes, cos, sin, context)
-        out = all_gather(own, 0, sizes)
+        mine = scattered(answer, self, hidden.split(sizes)[rank()], sizes, cos, sin, context)
+        out = all_gather(mine, 0, sizes)
         point(f"layers.{self.layer}.output", out)
         return out
 

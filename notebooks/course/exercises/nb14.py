@@ -34,17 +34,17 @@ def texts(seed: int) -> tuple[list[int], list[int], torch.Tensor, torch.Tensor]:
         return low + (high - low) * torch.rand(shape, generator=generator)
 
     place, noise, scale = seed % 9, 10 ** random(-0.9, 0.3), 10 ** random(-4, 0)
-    one, drawn = (torch.randint(16, (8,), generator=generator).tolist() for _ in range(2))
-    other = [b if a != b else 16 for a, b in zip(one, drawn)]
+    first, drawn = (torch.randint(16, (8,), generator=generator).tolist() for _ in range(2))
+    other = [b if a != b else 16 for a, b in zip(first, drawn)]
     exact, moved = random(0, 4, 8, 20), random(-0.2, 0.2, 8, 20) * noise * 10 ** random(-1, 1, 8, 1)
-    for row, (a, b) in enumerate(zip(one, other)):
+    for row, (a, b) in enumerate(zip(first, other)):
         exact[row, a], exact[row, 17] = 10, 10 + 0.6 * noise if seed % 2 else 5
         if row == place:
             moved[row] = noise * random(-0.4, 0.4, 20)
             moved[row, a], moved[row, b], moved[row, 17] = noise * random(0, 0.9), -noise * random(0, 0.9), -0.6 * noise
             moved[row, 18] = -noise if seed % 3 else noise
             exact[row, b] = 10 - 2 * noise * (random(0.02, 0.95) if seed % 4 < 2 else 10 ** random(0.03, 1))
-    return one, [*one[:place], *other[place:]], (scale * (exact + moved)).bfloat16(), scale * exact
+    return first, [*first[:place], *other[place:]], (scale * (exact + moved)).bfloat16(), scale * exact
 
 
 def pairs_of_texts():
@@ -54,19 +54,19 @@ def pairs_of_texts():
         yield Example(([2], [1], torch.tensor([logits]).bfloat16(), torch.tensor([exact])),
                       says=f"first [2], second [1], logits [{logits}], exact [{exact}]")
     for seed in range(8, 26):
-        one, other, logits, exact = pair = texts(seed)
+        first, other, logits, exact = pair = texts(seed)
         place, says = seed % 9, "two equal texts"
-        if one != other:
-            margin = (exact[place, one[place]] - exact[place, other[place]]).abs()
+        if first != other:
+            margin = (exact[place, first[place]] - exact[place, other[place]]).abs()
             says = (f"texts that differ first at token {place}, where the two exact logits are {margin:.2g} apart and "
                     f"rounding moves a logit by {(logits[place] - exact[place]).abs().max():.2g} at most")
         yield Example(pair, says=says)
     yield Example(*map(texts, range(8, 128)), says="120 pairs of texts")
 
 
-def said(answer, *pairs):
-    found = [answer(list(one), list(other), logits.clone(), exact.clone()) for one, other, logits, exact in pairs]
-    yield "it says", found[0] if len(found) == 1 else found
+def verdicts(answer, *pairs):
+    answers = [answer(list(first), list(other), logits.clone(), exact.clone()) for first, other, logits, exact in pairs]
+    yield "it says", answers[0] if len(answers) == 1 else answers
 
 
 @functools.lru_cache(maxsize=3)
@@ -88,9 +88,9 @@ def healthy_or_broken(setting, answer):
     for name, other in others.items():
         wanted = my_verdict(text, other, logits, exact)
         nearly = {my_verdict(text, other, exact + (logits - exact) * much, exact) for much in (0.5, 2)}
-        if nearly == {wanted} and (found := answer(text, other, logits, exact)) != wanted:
-            raise NotYet(f"in bfloat16, {setting.checkpoint.name}'s text beside that of {name}: it says {found!r}, and "
-                         f"{wanted!r} is right")
+        if nearly == {wanted} and (verdict := answer(text, other, logits, exact)) != wanted:
+            raise NotYet(f"in bfloat16, {setting.checkpoint.name}'s text beside that of {name}: it says {verdict!r}, "
+                         f"and {wanted!r} is right")
 
 
 def my_ordered_sum(leaves, sizes):
@@ -107,14 +107,14 @@ def leaves_of_ranks():
             f"nine leaves [40, {hidden}] of 1, 10, 100, …, sizes {list(deals[0])}"))
 
 
-def of_any_deal(answer, every, deals):
+def of_any_deal(answer, leaves, deals):
     """The sum, of which each digit is one leaf's; and the bits of another, however the leaves are dealt out: where
     terms of 10¹² cancel, each order has its own, in float64 too."""
-    tens = (10.0 ** torch.arange(9, dtype=torch.float64).view(9, 1, 1)).expand(every.shape)
-    own = tens.split(deals[0])[rank()].clone()
-    yield "it returns", answer(own, list(deals[0]))
-    unchanged("leaves", own.equal(tens.split(deals[0])[rank()]))
-    large = torch.cat([every[:3] * 1e12, every[3:6] * 1e-3, every[:3] * -1e12])
+    tens = (10.0 ** torch.arange(9, dtype=torch.float64).view(9, 1, 1)).expand(leaves.shape)
+    mine = tens.split(deals[0])[rank()].clone()
+    yield "it returns", answer(mine, list(deals[0]))
+    unchanged("leaves", mine.equal(tens.split(deals[0])[rank()]))
+    large = torch.cat([leaves[:3] * 1e12, leaves[3:6] * 1e-3, leaves[:3] * -1e12])
     bits = torch.stack([answer(large.split(deal)[rank()].clone(), list(deal)) for deal in deals])
     everyone, (first, *_) = all_gather(bits[None], dim=0), deals
     for r, of_rank in enumerate(everyone):
@@ -161,7 +161,7 @@ EXERCISES = [
         "they differ first at the first token that differs: later ones follow other words":
             f"{_PLACE} -> next((i for i in reversed(range(len(first))) if first[i] != second[i]), None)",
     }, "near ties, and differences that no rounding explains; and on {ranks}, a healthy engine's texts are told from a "
-       "broken one's", said, engine=healthy_or_broken),
+       "broken one's", verdicts, engine=healthy_or_broken),
     Exercise("14", my_ordered_sum, leaves_of_ranks, {
         "each rank adds up its own leaves first: how many these are decides the order":
             f"{_GATHERED} -> all_reduce(leaves.sum(0))[None]",

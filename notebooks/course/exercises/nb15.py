@@ -90,13 +90,13 @@ def guessed(answer, ids, count, guesses):
     """Each call goes on where the cache ends; the text is greedy decoding's."""
     toy, prompt, have = Toy(guesses, ids), list(ids), 0
     text = toy.greedy(len(ids) + count + guesses + 1)
-    found = whole_numbers(answer(toy, toy.propose, ids, count), "the new ids")
+    new_ids = whole_numbers(answer(toy, toy.propose, ids, count), "the new ids")
     for number, (new, positions, _) in enumerate(toy.calls, 1):
         yield f"call {number} begins at position", positions[0], have
         yield f"call {number} has positions", positions, [*range(have, have + len(new))]
         have += next((n for n, pair in enumerate(zip(new, text[have:])) if pair[0] != pair[1]), len(new))
-    yield "the number of new ids is", len(found), count
-    yield "it returns", found, text[len(prompt):len(prompt) + count]
+    yield "the number of new ids is", len(new_ids), count
+    yield "it returns", new_ids, text[len(prompt):len(prompt) + count]
     yield "before the first guesses, the text has tokens:", len(toy.asked[0]) if toy.asked else 0
     yield "the calls of step are", len(toy.calls)
     yield "the times that guesses are asked for are", len(toy.asked)
@@ -126,8 +126,8 @@ def on_a_rank(function, ckpt, size: int, dtype: str, ids: list[int]):
 def in_the_engine(setting, answer):
     ckpt, size, ids = setting.checkpoint, setting.tensor_parallel_size, (setting.ids(8) * 2)[:60]
     dtype = setting.dtype if setting.dtype in ("float32", "bfloat16") else "float32"
-    found, calls = setting.on_ranks(on_a_rank, answer, ckpt, size, dtype, ids)[0]
-    if found != greedy(ckpt, [ids], COUNT, size, dtype, batch_invariant=True)[0]:
+    new_ids, calls = setting.on_ranks(on_a_rank, answer, ckpt, size, dtype, ids)[0]
+    if new_ids != greedy(ckpt, [ids], COUNT, size, dtype, batch_invariant=True)[0]:
         raise NotYet("in the engine, the text is not plain greedy's, though the toy's was right: what is different "
                      "with other tokens?")
     return f"{COUNT} tokens took fewer steps" if calls < COUNT else ""
@@ -171,7 +171,7 @@ def found_by_others(setting, answer):
 
 EXERCISES = [
     Exercise("15", my_speculate, lambda: [
-        Example(*one, says=f"prompt {one[0]}, {one[1]} new, at most {one[2]} guesses") for one in (
+        Example(*case, says=f"prompt {case[0]}, {case[1]} new, at most {case[2]} guesses") for case in (
             ([1, 2, 3, 4, 1, 2], 24, 3), ([0, 0, 0, 0], 12, 3), ([3, 1, 4, 1, 0], 1, 3), ([2], 7, 3), ([1, 2, 3], 6, 0),
             ([0, 0, 1, 1], 8, 3), ([4, 2], 0, 3))], {
         "the text is right, and no guesses are asked for, or none is used: a step gives the accepted guesses and one "

@@ -33,15 +33,15 @@ from tplab.ranks import all_gather, all_reduce, barrier, broadcast, rank, reduce
 """
 
 
-def defined(code: str, name: str, given: Mapping = MappingProxyType({})):
-    """What ``code`` calls ``name``, as from a notebook's cell where ``given`` is defined; what stands there as a call
+def defined(code: str, name: str, known: Mapping = MappingProxyType({})):
+    """What ``code`` calls ``name``, as from a notebook's cell where ``known`` is defined; what stands there as a call
     is not carried out."""
     file, source = f"<answer {next(_number)}>", dedent(code).strip("\n") + "\n"
     space = {"__name__": "__main__"}
     exec(SETUP, space)
-    space.update(given)
+    space.update(known)
     tree = ast.parse(source, file)
-    tree.body = [one for one in tree.body if not isinstance(one, ast.Expr)]
+    tree.body = [statement for statement in tree.body if not isinstance(statement, ast.Expr)]
     run_lines(source, file, space, tree)
     return space[name]
 
@@ -99,7 +99,7 @@ def pieces() -> dict:
     """The exercises whose answers can stand in the engine, by name."""
     from course.exercises import all_exercises
 
-    return {name: one for name, one in all_exercises().items() if one.place}
+    return {name: exercise for name, exercise in all_exercises().items() if exercise.place}
 
 
 def own_pieces() -> Pieces:
@@ -112,7 +112,7 @@ def own_pieces() -> Pieces:
             solved[name] = progress_file.SOLVED[name]
         elif code := kept.get(name, {}).get("code"):
             try:
-                solved[name] = defined(code, name, given=solved)
+                solved[name] = defined(code, name, known=solved)
             except Exception as error:  # its cell may need what other cells have defined
                 if name in wanted:
                     print(f"{name}: what was kept cannot be defined by itself ({in_words(error).splitlines()[0]}); the "
@@ -135,8 +135,8 @@ def your_engine(parts: Mapping[str, Callable], model, prompts: Sequence[Sequence
 
 
 def _write(parts: Mapping[str, Callable], model, prompts, max_new_tokens: int, tensor_parallel_size: int, dtype: str):
-    there = pieces()
-    with applied(*(patch for name, answer in parts.items() for patch in there[name].patches(answer))):
+    in_the_engine = pieces()
+    with applied(*(patch for name, answer in parts.items() for patch in in_the_engine[name].patches(answer))):
         if "my_generate" not in parts:
             return greedy(model, prompts, max_new_tokens, tensor_parallel_size, dtype, block_size=4, strict=True)
         with LLM(model, tensor_parallel_size, dtype, block_size=4, strict=True) as llm:
@@ -164,11 +164,11 @@ def written(layer_class, ckpt: Checkpoint, ids: list[int], count: int, *, tensor
 def _write_with(layer_class: Callable, ckpt: Checkpoint, plan: ShardPlan, ids: list[int], count: int) -> list[int]:
     """On a rank: the lab's two ends, and between them the learner's layers."""
     with torch.inference_mode(), ckpt.reader() as files:
-        model, layers, here = load_model(ckpt, plan), [], plan.ranks[rank()]
+        model, layers, rank_shard = load_model(ckpt, plan), [], plan.ranks[rank()]
         for number in range(ckpt.config.num_layers):
             at = f"model.layers.{number}."
             weights = {name.removeprefix(at): files[name] for name in ckpt.tensors if name.startswith(at)}
-            layers.append(layer_class(weights, here, ckpt.config))
+            layers.append(layer_class(weights, rank_shard, ckpt.config))
         new, known, words = list(ids), [], [len(shard.vocab) for shard in plan.ranks]
         while len(known) < len(ids) + count:
             positions = torch.arange(len(known), len(known) + len(new))
