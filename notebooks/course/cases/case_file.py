@@ -87,14 +87,10 @@ class CaseFile:
         """What is wrong, one kind for each bug."""
         return tuple(dict.fromkeys(bug.what for bug in self.bugs)) or (self.what,)
 
-    def why_not(self, config, tensor_parallel_size: int) -> str:
-        """Why it cannot show on a model with this many ranks; the empty string where it can."""
-        return self.needs(config, tensor_parallel_size)
-
     def ranks_for(self, config, tensor_parallel_size: int) -> int | None:
         """This many ranks if it shows there, or else the fewest more; None if up to four never show it."""
         sizes = range(tensor_parallel_size, max(tensor_parallel_size, 4) + 1)
-        return next((size for size in sizes if size <= config.num_heads and not self.why_not(config, size)), None)
+        return next((size for size in sizes if size <= config.num_heads and not self.needs(config, size)), None)
 
 
 @cache

@@ -5,8 +5,8 @@ import functools
 import torch
 
 from course.judge.answers import greedy
+from course.judge.bits import read_again
 from course.judge.exercise import Example, Exercise
-from course.judge.near_ties import read_again
 from course.judge.words import NotYet
 from course.judge.work import numbers, unchanged
 from tplab.align import hf_greedy

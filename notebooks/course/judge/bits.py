@@ -1,7 +1,10 @@
-"""Bit for bit: the log probabilities of the same prompts, computed in every way that an engine has."""
+"""Two runs compared: bit for bit, in every way that an engine has; token by token, after another run's beginnings."""
 
 from collections.abc import Sequence
 
+import torch
+
+from tplab.align import align
 from tplab.cache import blocks_needed
 from tplab.checkpoint import Checkpoint
 from tplab.llm import LLM, SamplingParams
@@ -39,3 +42,18 @@ def bits(ckpt: Checkpoint, prompts: Sequence[Sequence[int]], ranks: int, dtype: 
 def num_different(first: list, second: list) -> int:
     """How many log probabilities are not the same bits."""
     return sum(a != b for values, others in zip(first, second) for a, b in zip(values, others))
+
+
+def read_again(ckpt: Checkpoint, prompts: Sequence[Sequence[int]], texts: Sequence[Sequence[int]],
+               tensor_parallel_size: int, dtype: str, patches: Sequence = ()) -> torch.Tensor:
+    """The logits from which an engine would choose each token of ``texts``, ``[tokens of all texts, vocabulary]``.
+
+    ``texts``: what a run wrote after ``prompts``. ``patches``: as :func:`tplab.align.align` takes them.
+    Every row has the same tokens before it in any engine, so a difference at one token changes no later row.
+    """
+    read = [[*prompt, *text] for prompt, text in zip(prompts, texts, strict=True)]
+    report = align(ckpt, read, tensor_parallel_size=tensor_parallel_size, dtype=dtype, patches=patches)
+    rows = torch.cat([torch.arange(len(prompt) + len(text)) for prompt, text in zip(prompts, texts)])
+    first = torch.tensor([len(prompt) - 1 for prompt, text in zip(prompts, texts) for _ in [*prompt, *text]])
+    last = torch.tensor([len(ids) - 1 for ids in read for _ in ids])
+    return report.tp_logits[(first <= rows) & (rows < last)]

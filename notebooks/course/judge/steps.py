@@ -51,10 +51,6 @@ def right_steps(exercise: Exercise, answer: Callable, example: Example) -> str:
     lines: list[dict[str, int]] = [{} for _ in range(example.ranks)]  # variable → the line that makes its last value
     half_made: set[str] = set()  # variables of which a line makes an earlier value, and none the last one
 
-    def call(function: Callable) -> None:
-        for _ in exercise.observe(function, *copy.deepcopy(tuple(example))):
-            pass
-
     def compare() -> None:
         arguments, steps, made = {}, {}, Made()
 
@@ -64,24 +60,25 @@ def right_steps(exercise: Exercise, answer: Callable, example: Example) -> str:
             arguments.update(frame.f_locals if event == "call" else {})
             for name, x in frame.f_locals.items() if event == "line" else ():  # later, a sum may be in its place
                 is_step = isinstance(x, torch.Tensor) and x.is_floating_point() and x is not arguments.get(name)
-                known = steps.get(name, {})  # the latest value of each shape
-                if is_step and x.numel() > 1 and not any(x.equal(before) for before in known.values()):
+                known = steps.get(name, [])  # the latest value of each shape
+                if is_step and x.numel() > 1 and not any(map(x.equal, known)):
                     steps.pop(name, None)
-                    steps[name] = {**known, x.shape: x.detach().clone()}
+                    steps[name] = [value for value in known if value.shape != x.shape] + [x.detach().clone()]
             return trace
 
         sys.settrace(trace)
         try:
-            call(exercise.reference)
+            list(exercise.observe(exercise.reference, *copy.deepcopy(tuple(example))))
         finally:
             sys.settrace(None)
         with made:
-            call(answer)
+            list(exercise.observe(answer, *copy.deepcopy(tuple(example))))
         for name, values in steps.items():
             *earlier, last = (next((line for line, tensor in made.tensors if is_like(tensor, step)), 0)
-                              for step in values.values())
+                              for step in values)
             lines[rank()][name] = last
-            half_made.update([name] * (any(earlier) and not last))
+            if any(earlier) and not last:
+                half_made.add(name)
 
     with Made():
         torch.ones(2)  # the first use of such a mode imports much, which is not on the learner's time
@@ -92,9 +89,7 @@ def right_steps(exercise: Exercise, answer: Callable, example: Example) -> str:
     at = {name: min(mine.get(name, 0) for mine in lines) for name in lines[0]}
     right = ", ".join(f"{name} (line {lines[0][name]})" for name, line in at.items() if line)
     missing = next((name for name, line in at.items() if not line and name not in half_made), "")
-    if not right:
-        return ""
-    last, code = max(at.values()), getattr(answer, "__code__", None)
+    last, code = max(at.values(), default=0), getattr(answer, "__code__", None)
     follows = code and all(at.values()) and last < max(line for *_, line in code.co_lines() if line)
-    rest = f"; see what follows line {last}" if follows else ""
-    return f"Right in yours: {right}" + (f"; not found: {missing}" if missing else rest)
+    rest = f"; not found: {missing}" if missing else f"; see what follows line {last}" if follows else ""
+    return f"Right in yours: {right}{rest}" if right else ""

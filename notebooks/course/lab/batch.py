@@ -40,8 +40,7 @@ def _choose_one(name: str, series: list[Path]) -> Path:
         return path.resolve()
     matches = [other for other in series if path.name in (other.name, other.stem, other.stem.split("_")[0])]
     if len(matches) != 1:
-        known = [other.stem for other in series]
-        raise TplabError(f"no notebook {name!r}" + _known(name, known))
+        raise TplabError(f"no notebook {name!r}" + _known(name, [other.stem for other in series]))
     return matches[0]
 
 

@@ -124,12 +124,15 @@ def models():
 
 def ranks():
     """Whether two processes start, meet and add."""
+    import torch
+
     from tplab.pool import RankPool
+    from tplab.ranks import all_reduce, rank
 
     started = time.perf_counter()
     try:
         with RankPool(2) as pool:
-            sums = pool.run(_sum_of_ranks)
+            sums = pool.run(lambda: all_reduce(torch.tensor([rank() + 1.0])).item())
     except TplabError as error:
         yield Finding(f"two ranks cannot work together: {error}", "mend what this names; if it names nothing: "
                       f"{PYTHON} -c 'import torch.distributed as d; print(d.is_gloo_available())' must print True, and "
@@ -139,14 +142,6 @@ def ranks():
     right = sums == [3.0, 3.0]
     yield Finding(f"two ranks start, all-reduce 1 + 2 and get {sums[0]:g} and {sums[1]:g} ({seconds:.1f} s)",
                   "" if right else REINSTALL)
-
-
-def _sum_of_ranks():
-    import torch
-
-    from tplab.ranks import all_reduce, rank
-
-    return all_reduce(torch.tensor([rank() + 1.0])).item()
 
 
 def environment() -> Table:

@@ -45,16 +45,6 @@ class Outcome:
     seconds: float
     failure: str | None  # None, or in one line where and why it stopped
 
-    @property
-    def name(self) -> str:
-        """What the results are called."""
-        return self.executed.stem
-
-    @property
-    def page(self) -> Path:
-        """The notebook's own page."""
-        return self.executed.with_suffix(".html")
-
 
 def outcomes_in(folder: Path) -> list[Outcome]:
     """Of every executed notebook in a folder what came of it, as the notebook itself says. `TplabError` for none."""
@@ -83,16 +73,17 @@ def write_report(outcomes: list[Outcome], parameters: dict[str, str], out: Path)
     exporter, rows = HTMLExporter(), []
     names = {outcome.notebook.stem for outcome in outcomes}
     for outcome in outcomes:
-        shown = escape(outcome.name)
+        name, file = outcome.executed.stem, outcome.executed.with_suffix(".html")
+        shown = escape(name)
         try:
             notebook = without_live_views(nbformat.read(outcome.executed, as_version=4))
         except (FileNotFoundError, nbformat.reader.NotJSONError):  # none, or a part only since the disk was full
             pass
         else:
-            page, _ = exporter.from_notebook_node(notebook, resources={"metadata": {"name": outcome.name}})
+            page, _ = exporter.from_notebook_node(notebook, resources={"metadata": {"name": name}})
             page = _FROM_AFAR.sub("", _TO_NOTEBOOK.sub(lambda link: _to_page(link, names), page))
-            _write(outcome.page, page.replace("</head>", PAGE_STYLE, 1))
-            shown = f'<a href="{quote(os.fsencode(outcome.page.name))}">{shown}</a>'
+            _write(file, page.replace("</head>", PAGE_STYLE, 1))
+            shown = f'<a href="{quote(os.fsencode(file.name))}">{shown}</a>'
         result = (f'<td class="failed">failed: {escape(outcome.failure)}</td>' if outcome.failure
                   else '<td class="passed">passed</td>')
         rows.append(f'<tr><td>{shown}</td>{result}<td>{outcome.seconds:.1f}</td></tr>')

@@ -24,14 +24,13 @@ from tplab.checkpoint import CheckpointError, fetch
 from tplab.pool import available_cores
 
 ROOT = Path(__file__).resolve().parents[3]
+PYTEST = [sys.executable, "-m", "pytest"]
 OFF = {"TPLAB_FAST": "0"}
 # In a notebook's own process and on each rank; where one thread waits for the other it leaves its core.
 TWO_THREADS = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive"}
 AVX2 = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+sse,+sse2,+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,"
         "+fma,+f16c,+bmi,+bmi2,+lzcnt,+movbe", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2",
         "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
-
-
 # Compiled code runs on a pool; threads and torchrun's ranks use the reference. Of tests/engine, one test has a pool.
 ON_A_POOL = "tests/engine/test_engine_draft.py::test_on_real_ranks_and_the_fast_path"
 NBVAL = ["--nbval", *sorted(f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb"))]
@@ -49,10 +48,6 @@ def notebooks_in_forms() -> dict[str, tuple[dict, list[str]]]:
     return {f"notebooks, {form}": (settings, NBVAL) for form, settings in forms.items()}
 
 
-def pytest_command(options: list[str]) -> list[str]:
-    return [sys.executable, "-m", "pytest", *options]
-
-
 def run_part(settings: dict[str, str], options: list[str]) -> int:
     """Pytest's exit code."""
     # Two workers on two cores: with two threads each, what the ranks' results are compared with is computed on threads
@@ -61,7 +56,7 @@ def run_part(settings: dict[str, str], options: list[str]) -> int:
     # Hundreds of processes start from this folder; without bytecode each would compile what it imports again.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     workers = str(max(2, min(4, available_cores() // 2)))  # each has models and ranks of its own in memory
-    return subprocess.call(pytest_command(["--numprocesses", workers, "--dist", "loadfile", *options]), cwd=ROOT,
+    return subprocess.call([*PYTEST, "--numprocesses", workers, "--dist", "loadfile", *options], cwd=ROOT,
                            env=environment)
 
 
@@ -84,7 +79,7 @@ def in_a_browser() -> int:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", *project["optional-dependencies"]["browser"]]
         if code := subprocess.call(pip):
             return code
-    return subprocess.call(pytest_command(["--browser", "tests/browser"]), cwd=ROOT)
+    return subprocess.call([*PYTEST, "--browser", "tests/browser"], cwd=ROOT)
 
 
 def fetch_smollm2() -> None:

@@ -14,8 +14,7 @@ from course import lesson
 from course.exercises.own_engine import Stepper
 from course.judge import experts
 from course.judge.answers import greedy
-from course.judge.bits import bits, num_different
-from course.judge.near_ties import read_again
+from course.judge.bits import bits, num_different, read_again
 from course.judge.setting import Setting
 from course.judge.toy_checkpoint import CountedCheckpoint, ToySource, toy_experts, toy_model
 from tplab import LLM, SamplingParams, ShardPlan, open_checkpoint
