@@ -6,7 +6,6 @@ Nothing else is consulted: not the patches, not the engine's code. Where two bug
 names both.
 """
 
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
@@ -30,11 +29,12 @@ def diagnose(result: AlignReport | TplabError) -> Diagnosis:
     """
     if isinstance(result, TplabError):
         chain = _error_chain(result)
-        return next(_told(errors.ERRORS, *chain), Diagnosis(
+        known = filter(None, (procedure(error) for procedure in errors.ERRORS for error in chain))
+        return next(known, Diagnosis(
             None, f"No known bug fits. The run ended with: {str(chain[-1]).splitlines()[0]}", "error"))
     if result.diagnoses:
         return result.diagnoses[0]
-    return next(_told(facts.COSTS, result), Diagnosis(
+    return next(facts.costs(result), Diagnosis(
         None, "Nothing is wrong: every trace point is inside the rounding floor.") if result.ok else _rounding(result))
 
 
@@ -45,7 +45,7 @@ def diagnose_all(report: AlignReport) -> list[Diagnosis]:
     diagnoses = [Diagnosis(what.fault, f"{what[:1].upper()}{what[1:]}.", "layout") for what in contradictions]
     by_layout = {short for what in contradictions for short in what.about}  # wrong, because a share is
     if not report.guilty:
-        return diagnoses or list(_told(facts.COSTS, report))[:1] or ([] if report.ok else [_rounding(report)])
+        return diagnoses or list(facts.costs(report))[:1] or ([] if report.ok else [_rounding(report)])
     explained: list = []
     by_point = {}
     for name in (name for name in report.guilty if _short(name) not in by_layout & SUMS):
@@ -71,8 +71,11 @@ def _by_facts(report: AlignReport, name: str) -> list[Diagnosis]:
     if report.decode is None:
         return []
     if name == "embed":
-        return list(_told((facts.rows_in_other_orders, facts.rejected_draft_kept), facts.Embedded(report)))[:1]
-    return list(filter(None, [facts.strange_blocks(report, name)])) if name.endswith(".attn") else []
+        embedded = facts.Embedded(report)
+        named = facts.rows_in_other_orders(embedded) or facts.rejected_draft_kept(embedded)
+    else:
+        named = facts.strange_blocks(report, name) if name.endswith(".attn") else None
+    return [named] if named else []
 
 
 def _add(diagnoses: list[Diagnosis], diagnosis: Diagnosis, name: str) -> None:
@@ -91,10 +94,6 @@ def _add(diagnoses: list[Diagnosis], diagnosis: Diagnosis, name: str) -> None:
 
 def _short(name: str) -> str:
     return name.rpartition(".")[2]
-
-
-def _told(procedures: Iterable, *about) -> Iterator[Diagnosis]:
-    return filter(None, (asked(case) for asked in procedures for case in about))
 
 
 def _error_chain(error: TplabError) -> list[TplabError]:

@@ -1,6 +1,7 @@
 """What only the lab's own engine tells: its steps, its block tables, what it cost."""
 
 import itertools
+from collections.abc import Iterator
 
 import torch
 
@@ -27,15 +28,12 @@ def fact(fault: str, point: str, words: str, **numbers: float) -> Diagnosis:
 
 
 class Embedded:
-    """The embedding's output, and what it should be made of."""
+    """The embedding's output of a decode run, and what it should be made of."""
 
     def __init__(self, report: AlignReport):
-        self.report, self.plan, self.places = report, report.plan, report.recording.places
+        self.report, self.row_of = report, report.recording.row_of
         self.weight = hf_model(report.checkpoint, report.dtype).get_input_embeddings().weight.detach()
         self.ours = report.recording.points["embed"][0].tensor
-
-    def token_ids(self, places) -> torch.Tensor:
-        return torch.tensor([self.report.recording.ids[number][position] for number, position in places])
 
     def fits(self, tensor: torch.Tensor, guess: torch.Tensor) -> bool:
         limit = 3 * LOCAL[self.report.dtype]
@@ -44,19 +42,21 @@ class Embedded:
 
 def rows_in_other_orders(case: "Embedded") -> Diagnosis | None:
     """Do other ranks hold the sequences of a step in another order than rank 0?"""
-    weight, ours = case.weight, case.ours
-    row_of = {place: row for row, place in enumerate(case.places)}
-    for step in case.report.decode.steps if case.report.decode else ():
+    weight, texts, shards = case.weight, case.report.ids, case.report.plan.ranks
+
+    def ids_of(sequences) -> torch.Tensor:
+        return torch.tensor([texts[number][position] for number, position in sum(sequences, [])])
+    for step in case.report.decode.steps:
         sequences = [[(s.request_id, s.segment.start + i) for i in range(s.segment.count)] for s in step.requests]
-        embedded = ours[[row_of[place] for places in sequences for place in places]]
-        token_ids = case.token_ids(sum(sequences, []))
+        embedded = case.ours[[case.row_of[place] for places in sequences for place in places]]
+        token_ids = ids_of(sequences)
         if case.fits(embedded, weight[token_ids]):
             continue
         for order in itertools.islice(itertools.permutations(sequences), 1, 120):
-            order_ids = case.token_ids(sum(order, []))
-            for ranks in (case.plan.ranks[1:], case.plan.ranks[1::2]):
+            order_ids = ids_of(order)
+            for ranks in (shards[1:], shards[1::2]):
                 guess = torch.zeros_like(embedded)
-                for shard in case.plan.ranks:
+                for shard in shards:
                     ids = order_ids if shard in ranks else token_ids
                     guess += weight[ids] * ((ids >= shard.vocab.start) & (ids < shard.vocab.stop))[:, None]
                 if case.fits(embedded, guess):
@@ -69,20 +69,18 @@ def rows_in_other_orders(case: "Embedded") -> Diagnosis | None:
 
 def rejected_draft_kept(case: "Embedded") -> Diagnosis | None:
     """Does a text hold a guess where the model chose another token?"""
-    weight, ours = case.weight, case.ours
-    row_of = {place: row for row, place in enumerate(case.places)}
     for step, number, position, token in _drafted(case.report.decode):
-        row, true = row_of.get((number, position)), case.report.ids[number][position]
-        if row is not None and token != true and case.fits(ours[row:row + 1], weight[[token]]):
+        row, true = case.row_of.get((number, position)), case.report.ids[number][position]
+        if row is not None and token != true and case.fits(case.ours[row:row + 1], case.weight[[token]]):
             return fact("rejected_draft_kept", "embed", f"In step {step}, token {token} was drafted for position "
                         f"{position} of sequence {number}, where the model chose {true}, and it stayed.", step=step,
                         sequence=number, position=position)
     return None
 
 
-def _drafted(facts: DecodeFacts | None):
+def _drafted(facts: DecodeFacts):
     """Every drafted token: the step, the sequence, the position for which it was drafted, and what it was."""
-    for step in facts.steps if facts else ():
+    for step in facts.steps:
         for request in step.requests:
             end = request.segment.start + request.segment.count
             for position, token in enumerate(request.draft, end - request.num_draft_tokens):
@@ -91,7 +89,7 @@ def _drafted(facts: DecodeFacts | None):
 
 def stale_block_table(report: AlignReport) -> str:
     """Where the ranks first worked with another block table than the scheduler's; empty if they never did."""
-    for step, tables in zip(report.decode.steps, report.decode.tables) if report.decode else ():
+    for step, tables in zip(report.decode.steps, report.decode.tables):
         for number, segment, *_ in step.requests:
             at_ranks, true = list(segment.block_ids), list(tables[number])
             if at_ranks[:len(true)] != true:
@@ -139,7 +137,7 @@ def strange_blocks(report: AlignReport, name: str) -> Diagnosis | None:
     if says := stale_block_table(report):
         return fact("stale_block_table", name, says)
     facts, texts = report.decode, report.ids
-    if facts is None or (read := _strange_read(report)) is None:
+    if (read := _strange_read(report)) is None:
         return None
     step, number, position, (owner, at), known = read
     token = texts[number][position]
@@ -164,7 +162,7 @@ def read_too_much(report: AlignReport) -> Diagnosis | None:
 
 
 def ranks_drew_differently(report: AlignReport) -> Diagnosis | None:
-    for rank, drawn in enumerate(report.decode.drawn[1:] if report.decode else (), 1):
+    for rank, drawn in enumerate(report.decode.drawn[1:], 1):
         for place, token in report.decode.drawn[0].items():
             if drawn.get(place) != token:
                 return fact("rank_local_sampling", "drawn", f"From the same right logits, rank 0 drew token {token} "
@@ -174,7 +172,7 @@ def ranks_drew_differently(report: AlignReport) -> Diagnosis | None:
 def drawn_by_parts_of_the_vocabulary(report: AlignReport) -> Diagnosis | None:
     """Is a drawn token the best one of the ranks' probabilities, each normalized over its own words, and not of the
     logits?"""
-    logits, places = report.evidence.get("logits"), sorted(report.decode.drawn[0]) if report.decode else []
+    logits, places = report.evidence.get("logits"), sorted(report.decode.drawn[0])
     if logits is None or len(places) != len(logits.ours):
         return None
     drawn = torch.tensor([report.decode.drawn[0][place] for place in places])
@@ -193,7 +191,7 @@ def drawn_by_parts_of_the_vocabulary(report: AlignReport) -> Diagnosis | None:
 def prefix_never_found(report: AlignReport) -> Diagnosis | None:
     """Does a text begin at its first token, although another one with the same first block was computed before?"""
     facts = report.decode
-    if facts is None or not facts.prefix_caching:
+    if not facts.prefix_caching:
         return None
     size, full, seen = facts.block_size, {}, set()  # full: {block: the text whose first block it holds}
     for step in facts.steps:
@@ -212,7 +210,7 @@ def prefix_never_found(report: AlignReport) -> Diagnosis | None:
 
 
 def tokens_computed_again(report: AlignReport) -> Diagnosis | None:
-    if report.decode is None or report.decode.preemptions or next(_drafted(report.decode), None):
+    if report.decode.preemptions or next(_drafted(report.decode), None):
         return None
     done = sum(sequence.segment.count for step in report.decode.steps for sequence in step.requests)
     needed = sum(map(len, report.computed))
@@ -227,11 +225,15 @@ def stale_table_without_harm(report: AlignReport) -> Diagnosis | None:
 
 
 def blocks_not_released(report: AlignReport) -> Diagnosis | None:
-    left, many = report.decode.blocks_left if report.decode else 0, len(report.ids)
+    left, many = report.decode.blocks_left, len(report.ids)
     if left:
         return fact("block_leaked", "blocks", f"The numbers are right, but {counted(left, 'block')} of {many} finished "
                     f"sequence{'s' * (many > 1)} never came back.", left=left)
 
 
-COSTS = (read_too_much, ranks_drew_differently, drawn_by_parts_of_the_vocabulary, prefix_never_found,
-         tokens_computed_again, stale_table_without_harm, blocks_not_released)
+def costs(report: AlignReport) -> Iterator[Diagnosis]:
+    """What is wrong with a run of which all numbers are right."""
+    procedures = read_too_much, *(() if report.decode is None else (
+        ranks_drew_differently, drawn_by_parts_of_the_vocabulary, prefix_never_found, tokens_computed_again,
+        stale_table_without_harm, blocks_not_released))
+    return filter(None, (procedure(report) for procedure in procedures))
