@@ -10,13 +10,14 @@ from dataclasses import replace
 
 import torch
 
-from tplab.align import errors, facts, points
+from tplab.align import errors, facts
 from tplab.align.diagnosis import Diagnosis, sentence_of
 from tplab.align.fit import GuiltyPoint
+from tplab.align.points import SUMS, short_name
 from tplab.align.report import AlignReport
 from tplab.errors import TplabError
 
-SUMS = {*points.SUMS["o"], *points.SUMS["down"]}  # over the ranks: one that lacks a share fits several bugs
+ADDED_UP = {*SUMS["o"], *SUMS["down"]}  # over the ranks: one that lacks a share fits several bugs
 MISPLACED = ("row_order",)  # with these, rows of a rank are not those that they are taken for
 
 
@@ -48,14 +49,14 @@ def diagnose_all(report: AlignReport) -> list[Diagnosis]:
         return diagnoses or list(facts.costs(report))[:1] or ([] if report.ok else [_rounding(report)])
     explained: list = []
     by_point = {}
-    for name in (name for name in report.guilty if _short(name) not in by_layout & SUMS):
+    for name in (name for name in report.guilty if short_name(name) not in by_layout & ADDED_UP):
         by_point[name] = _by_facts(report, name) or GuiltyPoint(report, name).diagnoses(explained)
         if by_point[name][0].fault in MISPLACED:
             return [replace(by_point[name][0], points=tuple(report.guilty))]
     for name, named in by_point.items():
         if explained and not _any_name(named):  # what was found later may explain it, too
             named = GuiltyPoint(report, name).diagnoses(explained, known_only=True)
-        if not _any_name(named) and (report.local[name].perhaps_from or _short(name) in by_layout):
+        if not _any_name(named) and (report.local[name].perhaps_from or short_name(name) in by_layout):
             continue  # it may have its error from where nothing was recorded, or from a wrong share
         for diagnosis in named:
             _add(diagnoses, diagnosis, name)
@@ -82,7 +83,7 @@ def _add(diagnoses: list[Diagnosis], diagnosis: Diagnosis, name: str) -> None:
     """A diagnosis of the point ``name`` beside those found before: with the same bug's, if it is among them."""
     for i, known in enumerate(diagnoses):
         both = tuple(fault for fault in known.names if fault in diagnosis.names)
-        alike = both or known.names == diagnosis.names and _short(known.point) == _short(name)
+        alike = both or known.names == diagnosis.names and short_name(known.point) == short_name(name)
         if alike and (known.scope == diagnosis.scope or not both or "" in (known.scope, diagnosis.scope)):
             better = known if known.fault in both or not both else diagnosis
             ranks = tuple(sorted({*known.ranks, *diagnosis.ranks})) if known.ranks and diagnosis.ranks else ()
@@ -90,10 +91,6 @@ def _add(diagnoses: list[Diagnosis], diagnosis: Diagnosis, name: str) -> None:
                                    points=(*known.points, name), scope=known.scope or diagnosis.scope, ranks=ranks)
             return
     diagnoses.append(replace(diagnosis, points=(name,)))
-
-
-def _short(name: str) -> str:
-    return name.rpartition(".")[2]
 
 
 def _error_chain(error: TplabError) -> list[TplabError]:

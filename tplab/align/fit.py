@@ -8,7 +8,7 @@ import torch
 from tplab.align.diagnosis import Diagnosis, sentence_of
 from tplab.align.floors import SHORT
 from tplab.align.guilty import by_row, unseen_before
-from tplab.align.points import POINTS, layer_of, layout
+from tplab.align.points import POINTS, layer_of, layout, short_name
 from tplab.align.read_off import OTHERS, ReadOff, few_digits
 from tplab.align.replay import REDUCES
 from tplab.align.report import AlignReport
@@ -40,7 +40,7 @@ class GuiltyPoint:
     def __init__(self, report: AlignReport, name: str):
         judge = report.judge
         self.report, self.name, self.judge, self.ranks = report, name, judge, report.local[name].guilty
-        self.short, self.layer = _short(name), layer_of(name)
+        self.short, self.layer = short_name(name), layer_of(name)
         self.held = {rank: judge.held(name, rank) for rank in judge.judged_ranks(name)}
         self.right = {rank: judge.expected(name, rank) for rank in self.held}
         limits = {rank: judge.tolerance(name, rank) for rank in self.held}
@@ -56,7 +56,7 @@ class GuiltyPoint:
         self.decoded = torch.tensor([p > 0 and keys[s, p] == p + 1 and (s, keys[s, p]) not in several
                                      for s, p in self.places])
         # The operations between the recorded points before it and this one.
-        self.shorts = {*map(_short, [name, *unseen_before(name, report.recording, report.checkpoint)])}
+        self.shorts = {*map(short_name, [name, *unseen_before(name, report.recording, report.checkpoint)])}
         self.ops = {POINTS[short].op for short in self.shorts}
         self._guesses: dict[tuple[Patch, ...], dict[int, torch.Tensor] | None] = {}
         self._started: dict[tuple[Patch, ...], torch.Tensor] = {}
@@ -108,7 +108,7 @@ class GuiltyPoint:
         if known_only:
             return
         faults = [bug for bug in self.judge.bugs if isinstance(bug, Fault)]
-        nearest = [bug for bug in faults if _short(bug.first_point) in self.shorts]
+        nearest = [bug for bug in faults if short_name(bug.first_point) in self.shorts]
         yield [bug for bug in nearest if bug not in explained]
         if self.short in self.judge.unexplained:
             return  # the same point of an earlier layer was not explained either
@@ -124,7 +124,7 @@ class GuiltyPoint:
 
     def _can_show(self, bug: Fault | Probe) -> bool:
         """Whether it changes an operation between the recorded points before this one and this one."""
-        return bool(self.ops & ({*bug.ops} if isinstance(bug, Probe) else {POINTS[_short(bug.first_point)].op}))
+        return bool(self.ops & ({*bug.ops} if isinstance(bug, Probe) else {POINTS[short_name(bug.first_point)].op}))
 
     def _fit(self, bug: Bug, wrong: Rows) -> Fit | None:
         guess = self._guess(bug)
@@ -237,10 +237,6 @@ class GuiltyPoint:
         asked = dict.fromkeys(bug.name for bug in self.judge.bugs if self._can_show(bug))
         return Diagnosis(None, f"{sentence_of('unknown cause', evidence, self.name, scope, ranks)} Looked for and not "
                          f"found: {', '.join(asked)}.", self.name, {"off": self._most(wrong)}, scope=scope, ranks=ranks)
-
-
-def _short(name: str) -> str:
-    return name.rpartition(".")[2]
 
 
 @dataclass(frozen=True)

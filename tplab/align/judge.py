@@ -11,8 +11,8 @@ from tplab.align.points import POINTS, layout
 from tplab.align.recording import Recording
 from tplab.align.reference import hf_model, hf_trace
 from tplab.align.report import AlignReport, Evidence, PointDiff, compare, internal_error
-from tplab.align.tensors import Weights
 from tplab.checkpoint import Checkpoint
+from tplab.checkpoint.layout import read_part, tensor_parts
 from tplab.errors import TplabError
 from tplab.patch import Patch
 from tplab.shard import ShardPlan
@@ -80,8 +80,11 @@ def judge(recording: Recording, ckpt: Checkpoint, plan: ShardPlan, patches: tupl
 def _with_bias(name: str, ours: torch.Tensor, right: torch.Tensor, ckpt: Checkpoint) -> torch.Tensor:
     """The sum of all summands; with the bias, if that is nearer to the reference: then the engine adds it later."""
     layer, _, point = name.rpartition(".")
-    bias, weights = f"model.{layer}.{POINTS[point].module}.bias", Weights(ckpt, ours.dtype, ours.dtype)
-    more = ours + weights[bias] if bias in weights else ours
+    bias = tensor_parts(ckpt.config, ckpt.tensors).get(f"model.{layer}.{POINTS[point].module}.bias")
+    if bias is None:
+        return ours
+    with ckpt.reader() as reader:
+        more = ours + read_part(bias, reader).to(ours.dtype)
     return more if (more - right).abs().nanmean() < (ours - right).abs().nanmean() else ours
 
 

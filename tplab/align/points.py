@@ -81,9 +81,14 @@ OUTER = ("embed", "norm", "logits")  # the points of no layer
 LAYER_POINTS = tuple(name for name in POINTS if name not in OUTER)
 
 
+def short_name(name: str) -> str:
+    """The last part of a point's canonical name: ``"layers.3.q"`` → ``"q"``."""
+    return name.rpartition(".")[2]
+
+
 def layout(name: str) -> str:
     """The :attr:`Point.layout` of a trace point."""
-    return POINTS[name.rpartition(".")[2]].layout
+    return POINTS[short_name(name)].layout
 
 
 def layer_of(name: str) -> int | None:
@@ -103,7 +108,7 @@ def made_from(name: str, config) -> tuple[str, ...]:
     """The points (short names, or ``"before"``) from which a point (canonical name) of this model is made."""
     layer = layer_of(name)
     return tuple(next(point for point in names.split("|") if point == "before" or POINTS[point].needs(config, layer))
-                 for names in POINTS[name.rpartition(".")[2]].made_from)
+                 for names in POINTS[short_name(name)].made_from)
 
 
 def existing(name: str, config) -> str:

@@ -12,7 +12,7 @@ import torch
 
 from tplab.align.floors import LOCAL, TIMES, bound, relative_floor
 from tplab.align.guilty import Judge, LocalDiff
-from tplab.align.points import layout
+from tplab.align.points import layout, short_name
 from tplab.align.recording import Recording
 from tplab.checkpoint import Checkpoint
 from tplab.engine.step import SchedulerOutput
@@ -195,7 +195,7 @@ class AlignReport:
         """A pandas table of the points; without ``every_layer``, the layers' outputs and the ends of the model only."""
         import pandas as pd
 
-        rows = [asdict(p) for p in self.points if every_layer or p.name.rpartition(".")[2]
+        rows = [asdict(p) for p in self.points if every_layer or short_name(p.name)
                  in ("embed", "output", "norm", "logits")]
         return pd.DataFrame(rows, columns=[column.name for column in fields(PointDiff)]).set_index("name")
 

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from tplab.align.guilty import by_row
+from tplab.align.points import short_name
 from tplab.align.read_off import CACHE_SCALES, FP8, cache_gives
 from tplab.patch import Patch, original
 
@@ -75,7 +76,7 @@ for _name, _dtype in ("int8", torch.int8), ("fp8 (e4m3)", FP8):
 @torch.inference_mode()
 def lower_precision(report, names: list[str]) -> tuple[str, set[str]]:
     """The lower precision that explains guilty points, and those that it explains; ``"", set()`` if none does."""
-    able = [name for name in names if name.rpartition(".")[2] in _ABLE and _is_noise(report, name)]
+    able = [name for name in names if short_name(name) in _ABLE and _is_noise(report, name)]
     for name in able[:2]:
         left: dict[str, float] = {}
         for what, patches in PRECISIONS.items():
@@ -93,8 +94,8 @@ def lower_precision(report, names: list[str]) -> tuple[str, set[str]]:
 def noisy(report, names: list[str]) -> bool:
     """Whether points are off at random, by as much as eight bits round, in all rows, and in every layer that has them.
     A wrong scale, mask or rotation spares the rows with one key."""
-    kinds = {name.rpartition(".")[2] for name in names}
-    alike = {name for name in report.local if name.rpartition(".")[2] in kinds}
+    kinds = {short_name(name) for name in names}
+    alike = {name for name in report.local if short_name(name) in kinds}
     return alike == set(names) and kinds <= _ABLE and all(_is_noise(report, name, 5e-3) and all(
         (by_row(*_pair(report.judge, name, rank)) > report.judge.tolerance(name, rank)).all()
         for rank in report.local[name].guilty) for name in names)

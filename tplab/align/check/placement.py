@@ -15,7 +15,7 @@ from tplab.align.check.outputs import check_joined, check_padding, find_lost_lay
 from tplab.align.check.shares import Shares
 from tplab.align.check.sources import FEW, SHAPE, WHOLE, Source, Sources
 from tplab.align.check.weights import parameters_of
-from tplab.align.points import SUMS, layout, point_names
+from tplab.align.points import SUMS, layout, point_names, short_name
 from tplab.align.recording import Recording, Shard
 from tplab.align.replay import Replay
 from tplab.checkpoint import Checkpoint
@@ -99,7 +99,7 @@ class _Placement:
         if size == 1 or not asked:
             return plans[0]
         for name in points[:-1]:  # logits may have other rows
-            if name.rpartition(".")[2] not in sum(SUMS.values(), ()):
+            if short_name(name) not in sum(SUMS.values(), ()):
                 self._place(name)
         replays, plan = [Replay(self._recording(), ckpt, candidate) for candidate in plans], plans[0]
         for role, names, source, at in asked:
@@ -196,7 +196,7 @@ class _Placement:
         if kind in ("replicated", "partial"):
             right = self.config.experts.num_experts if name.endswith("router_logits") else self.config.hidden_size
             return Shard(tensor, kind) if count == right else None
-        group, size = GROUP_OF[name.rpartition(".")[2]], self.config.num_heads // self.config.num_kv_heads
+        group, size = GROUP_OF[short_name(name)], self.config.num_heads // self.config.num_kv_heads
         labels = [self.shares.layouts[group][rank], range(self.shares.totals[group])]
         if kind == "kv_heads":  # every query head may have its own copy
             labels.append([head // size for head in self.shares.layouts["q"][rank] or ()])

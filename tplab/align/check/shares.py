@@ -12,7 +12,7 @@ import torch
 from tplab.align.check.match import GROUP_OF, GROUPS, PADDING, PARTS, Indices
 from tplab.align.check.names import FUSED
 from tplab.align.check.sources import FEW, SHAPE, Source, Sources
-from tplab.align.points import SUMS, as_index, columns_of, layout
+from tplab.align.points import SUMS, as_index, columns_of, layout, short_name
 from tplab.align.recording import Contradiction, PlacementError
 from tplab.checkpoint import Checkpoint
 from tplab.checks import span
@@ -104,7 +104,7 @@ class Shares:
         layouts, contradictions = {}, self.sources.contradictions
         for dimension, group in GROUPS.items():
             counts: dict[int, int] = {}
-            for name in (name for name in self.sources.points() if name.rpartition(".")[2] in group.points):
+            for name in (name for name in self.sources.points() if short_name(name) in group.points):
                 for source, read, _ in self.candidates(name):
                     counts = {rank: x.shape[1] for rank in self.sources.complete(source)
                               if (x := read(rank, SHAPE)) is not None} | counts
@@ -157,7 +157,7 @@ class Shares:
 
     def read(self, source: Source, name: str, fused: str | None, rank: int, look: str) -> torch.Tensor | None:
         """A source's tensor on a rank, as a point's; ``fused``: what it is a part of."""
-        point, dim = name.rpartition(".")[2], self.config.head_dim
+        point, dim = short_name(name), self.config.head_dim
         if name == "logits":
             return (self.sources.logits(source, rank, look) or (None, None))[1]
         if fused is None and GROUP_OF[point] != "mlp":

@@ -6,12 +6,13 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from tplab.align.check.folder import NOTHING_RAN
+from tplab.align.check.match import PARTS
 from tplab.align.check.names import OVERRIDE, claims, pattern_of, shared_modules, split_name
 from tplab.align.check.notes import call_notes, listed, once
 from tplab.align.check.overrides import check_names, overridden
 from tplab.align.check.refusals import check_one_model, check_parallel, check_rows, check_sizes, find_stages
 from tplab.align.check.rows import Texts, as_heads, as_rows, call_inputs
-from tplab.align.points import existing
+from tplab.align.points import existing, short_name
 from tplab.align.recording import Contradiction, PlacementError
 from tplab.checks import span
 
@@ -96,7 +97,7 @@ class Sources:
                 call.size for call in self.calls) else "no recorded call has a token")
         self._claim()
         whole = {"q": config.q_size, "mlp_act": config.intermediate_size}
-        check_parallel(self, any(entry.shape[-1] == whole.get(point.rpartition(".")[2])
+        check_parallel(self, any(entry.shape[-1] == whole.get(short_name(point))
                                  for point, sources in self._points.items() for source in sources.values()
                                  for entry in source.entries.values()))
 
@@ -178,9 +179,8 @@ class Sources:
 
     def points(self) -> list[str]:
         """The points that some tensor may be, fused ones as their parts."""
-        parts = {"qkv": ("q", "k", "v"), "gate_up": ("gate", "up")}
-        split = [(name.rpartition(".")[2], name) for name in self._points]
-        return [name.removesuffix(point) + part for point, name in split for part in parts.get(point, (point,))]
+        split = [(short_name(name), name) for name in self._points]
+        return [name.removesuffix(point) + part for point, name in split for part in PARTS.get(point, (point,))]
 
     def claimed(self) -> list[Source]:
         """The tensors that may be a point, each once."""

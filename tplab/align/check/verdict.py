@@ -11,6 +11,7 @@ from tplab.align.check.rows import UNKNOWN
 from tplab.align.diagnosis import Diagnosis
 from tplab.align.floors import SHORT
 from tplab.align.guilty import Judge
+from tplab.align.points import short_name
 from tplab.align.report import AlignReport, internal_error
 from tplab.checks import counted
 
@@ -48,7 +49,7 @@ class CheckReport(AlignReport):
     @cached_property
     def other_checkpoint(self) -> bool:
         """Whether no weight is this checkpoint's: no product of a matrix is like the expected one."""
-        made = [name for name in self.local if name.rpartition(".")[2] in _WEIGHTED]
+        made = [name for name in self.local if short_name(name) in _WEIGHTED]
         if len(made) < 3 or any(self.local[name].inside for name in made):
             return False
         with torch.inference_mode():
@@ -129,7 +130,7 @@ class CheckReport(AlignReport):
 
     def _misplaced_where(self) -> str:
         """The one question that would decide."""
-        kinds, first = {name.rpartition(".")[2] for name in self.guilty}, self.guilty[0]
+        kinds, first = {short_name(name) for name in self.guilty}, self.guilty[0]
         heads = {"q", "k", "q_norm", "k_norm", "q_rope", "k_rope", "attn"}
         words = f"{_where(self.guilty)} differ, but what is made from them is right up to the end. "
         if kinds & {"q", "k"} and kinds <= heads and "pairs" not in self.layouts:

@@ -10,9 +10,8 @@ from tplab.align.check.names import role_in, split_name
 from tplab.align.check.shares import ROWS, Shares
 from tplab.align.points import POINTS, as_index, columns_of
 from tplab.align.recording import Parameter, Recording
-from tplab.align.tensors import Weights
 from tplab.checkpoint import Checkpoint
-from tplab.checkpoint.layout import EMBEDDING, EXPERTS, HEAD, tensor_parts
+from tplab.checkpoint.layout import EMBEDDING, EXPERTS, HEAD, read_part, tensor_parts
 
 _LINEAR = sum(PARTS.values(), ())
 _OUTER = {"embed": EMBEDDING, "head": HEAD}
@@ -84,19 +83,17 @@ def _share(tensor: torch.Tensor, dim: int, indices: Indices | None, size: int) -
 
 def wrong_parameters(recording: Recording, ckpt: Checkpoint) -> dict[str, str]:
     """``{"rank 1: tensor's name": what is wrong}``; empty where all weights are the checkpoint's bit for bit."""
-    weights, wrong = {}, {}
-    for rank, held in enumerate(recording.parameters):
-        for name, (ours, dim, indices) in (held or {}).items():
+    parts, wrong = tensor_parts(ckpt.config, ckpt.tensors), {}
+    held_by_ranks = [(rank, *item) for rank, held in enumerate(recording.parameters) for item in (held or {}).items()]
+    with ckpt.reader() as reader:
+        for rank, name, (ours, dim, indices) in held_by_ranks:
+            stored = read_part(parts[EMBEDDING if name == HEAD and name not in parts else name], reader)
+            if dim is not None:
+                stored = stored.index_select(dim, torch.tensor(list(indices), dtype=torch.long))
             # A norm's weight may be float32 in a bfloat16 engine: as in the file, or rounded to bfloat16 before.
-            for dtype in dict.fromkeys((recording.dtype, ours.dtype)):
-                tensors = weights.setdefault(dtype, Weights(ckpt, dtype, dtype))
-                right = tensors.raw(EMBEDDING if name == HEAD and name not in tensors.parts else name).to(ours.dtype)
-                if dim is not None:
-                    right = right.index_select(dim, torch.tensor(list(indices), dtype=torch.long))
-                if torch.equal(ours, right):
-                    break
-            else:
+            rights = [stored.to(dtype).to(ours.dtype) for dtype in (recording.dtype, ours.dtype)]
+            if not any(torch.equal(ours, right) for right in rights):
                 wrong[f"rank {rank}: {name}"] = (
-                    f"shape {list(ours.shape)}, not {list(right.shape)}" if ours.shape != right.shape else
-                    f"{(ours != right).double().mean().item():.0%} of its numbers are not the checkpoint's")
+                    f"shape {list(ours.shape)}, not {list(stored.shape)}" if ours.shape != stored.shape else
+                    f"{(ours != rights[-1]).double().mean().item():.0%} of its numbers are not the checkpoint's")
     return wrong
