@@ -1,12 +1,11 @@
 """What recorded tensors say of one another, whatever their values should be: layers that ran nowhere, joined logits,
-columns of padding, adapters that add nothing."""
+columns of padding, adapters."""
 
 from dataclasses import replace
 
 import torch
 
 from tplab.align.check.match import near
-from tplab.align.check.names import pattern_of, split_name
 from tplab.align.check.notes import listed
 from tplab.align.check.sources import FEW, SAMPLE, Source, Sources
 from tplab.align.gather import whole_point
@@ -61,24 +60,15 @@ def check_joined(sources: Sources, kept: Source, recording: Recording) -> None:
             return
 
 
-def idle_adapters(sources: Sources) -> set[str]:
-    """The modules with an adapter (LoRA); a warning names those in which it adds nothing: its weights were never
-    loaded, or are lost."""
+def adapted_modules(sources: Sources) -> set[str]:
+    """The modules with an adapter (LoRA) that adds something."""
     bare = {source.name: source for source in sources.unclaimed() if source.kind == "out"}
-    idle_layers: dict[tuple[str, str], list[int]] = {}
-    adapted = {whole.name: whole for whole in sources.claimed()
-               if whole.kind == "out" and f"{whole.name}.base_layer" in bare}
-    for name, whole in [*adapted.items()]:
-        idle = []
-        for rank in sources.complete(bare[f"{name}.base_layer"]):
-            a, b = (sources.rows(source, rank, FEW) for source in (bare[f"{name}.base_layer"], whole))
-            idle += [rank] * (a is not None and b is not None and torch.equal(a, b))
-        if idle:
-            del adapted[name]
-            idle_layers.setdefault((pattern_of(name), listed("rank", idle)), []).append(split_name(name)[0])
-    sources.warnings += [f"the adapter of {name} adds nothing on {ranks} ({listed('layer', layers)})"
-                         for (name, ranks), layers in idle_layers.items()]
-    return set(adapted)
+
+    def is_idle(whole: Source, base: Source) -> bool:
+        pairs = ([sources.rows(source, rank, FEW) for source in (base, whole)] for rank in sources.complete(base))
+        return any(a is not None and b is not None and torch.equal(a, b) for a, b in pairs)
+    return {whole.name for whole in sources.claimed() if whole.kind == "out"
+            and (base := bare.get(f"{whole.name}.base_layer")) and not is_idle(whole, base)}
 
 
 def find_lost_layers(sources: Sources, shares) -> list[int]:

@@ -11,7 +11,7 @@ import torch
 from tplab.align.check.match import GROUP_OF, real_items
 from tplab.align.check.names import TABLES, pattern_of, role_in, role_of, split_name
 from tplab.align.check.notes import listed
-from tplab.align.check.outputs import check_joined, check_padding, find_lost_layers, idle_adapters
+from tplab.align.check.outputs import adapted_modules, check_joined, check_padding, find_lost_layers
 from tplab.align.check.shares import Shares
 from tplab.align.check.sources import FEW, SHAPE, WHOLE, Source, Sources
 from tplab.align.check.weights import parameters_of
@@ -151,7 +151,7 @@ class _Placement:
         if source := self.placed.get("logits"):
             recording.logit_places, _ = sources.logits(source, sources.complete(source)[0], SHAPE)
             check_joined(sources, source, recording)
-        adapters = idle_adapters(sources)
+        adapters = adapted_modules(sources)
         recording.adapted = {name for name, source in self.placed.items()
                              if source.kind == "out" and source.name in adapters}
         for source in sources.unclaimed():
