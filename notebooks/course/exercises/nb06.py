@@ -28,9 +28,9 @@ def collectives() -> list[str]:
 
 
 def my_embedding(ids, weight_here, rows):
-    here = (ids >= rows.start) & (ids < rows.stop)
-    found = weight_here[(ids - rows.start).where(here, 0)]      # row 0 for the ids of other ranks …
-    return all_reduce(found.masked_fill(~here[:, None], 0))     # … and zeros in its place
+    is_here = (ids >= rows.start) & (ids < rows.stop)
+    vectors = weight_here[(ids - rows.start).where(is_here, 0)]   # row 0 for the ids of other ranks …
+    return all_reduce(vectors.masked_fill(~is_here[:, None], 0))  # … and zeros in its place
 
 
 def words():
@@ -244,14 +244,14 @@ def all_layers(setting, answer):
                      "right by itself")
 
 
-_SUM = "all_reduce(found.masked_fill(~here[:, None], 0))"
-_ROWS = "weight_here[(ids - rows.start).where(here, 0)]"
+_SUM = "all_reduce(vectors.masked_fill(~is_here[:, None], 0))"
+_ROWS = "weight_here[(ids - rows.start).where(is_here, 0)]"
 EXERCISES = [
     Exercise("06", my_embedding, words, {
         "each rank returns the rows that it has: where does it get those of the other ranks?": (
-            f"{_SUM} -> found.masked_fill(~here[:, None], 0)",
-            f"{_ROWS} -> weight_here[ids % len(rows)] ;; {_SUM} -> found"),
-        "for a word of another rank, its row 0 is added, and zeros must be": f"{_SUM} -> all_reduce(found)",
+            f"{_SUM} -> vectors.masked_fill(~is_here[:, None], 0)",
+            f"{_ROWS} -> weight_here[ids % len(rows)] ;; {_SUM} -> vectors"),
+        "for a word of another rank, its row 0 is added, and zeros must be": f"{_SUM} -> all_reduce(vectors)",
     }, observe=looked_up, dims="token, number", place="looks words up", alone=ALONE,
              patches=lambda answer: [Patch("tplab.shard.embedding.VocabParallelEmbedding.forward",
                                            lambda self, ids: answer(ids, self.weight, self.rows))]),

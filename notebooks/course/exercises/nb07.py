@@ -19,9 +19,9 @@ LOAD = "tplab.model.loader.load_model"
 
 
 def my_load(ckpt, plan, rank):
-    here, d, kept = plan.ranks[rank], plan.head_dim, {}
-    q, kv = (slice(heads.start * d, heads.stop * d) for heads in (here.q_heads, here.kv_heads))
-    mlp, vocab = slice(here.mlp.start, here.mlp.stop), slice(here.vocab.start, here.vocab.stop)
+    shard, d, kept = plan.ranks[rank], plan.head_dim, {}
+    q, kv = (slice(heads.start * d, heads.stop * d) for heads in (shard.q_heads, shard.kv_heads))
+    mlp, vocab = slice(shard.mlp.start, shard.mlp.stop), slice(shard.vocab.start, shard.vocab.stop)
     rows = {"q_proj": q, "k_proj": kv, "v_proj": kv, "gate_proj": mlp, "up_proj": mlp,
             "embed_tokens": vocab, "lm_head": vocab}
     columns = {"o_proj": q, "down_proj": mlp}

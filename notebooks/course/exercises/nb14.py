@@ -94,9 +94,9 @@ def healthy_or_broken(setting, answer):
 
 
 def my_ordered_sum(leaves, sizes):
-    every = all_gather(leaves, dim=0, sizes=sizes)
-    total = torch.zeros_like(every[0])
-    for leaf in every:
+    all_leaves = all_gather(leaves, dim=0, sizes=sizes)
+    total = torch.zeros_like(all_leaves[0])
+    for leaf in all_leaves:
         total = total + leaf
     return total
 
