@@ -36,8 +36,7 @@ class Embedded:
         self.ours = report.recording.points["embed"][0].tensor
 
     def fits(self, tensor: torch.Tensor, guess: torch.Tensor) -> bool:
-        limit = 3 * LOCAL[self.report.dtype]
-        return tensor.shape == guess.shape and bool((by_row(tensor, guess) <= limit).all())
+        return tensor.shape == guess.shape and bool((by_row(tensor, guess) <= 3 * LOCAL[self.report.dtype]).all())
 
 
 def rows_in_other_orders(case: "Embedded") -> Diagnosis | None:
@@ -75,7 +74,6 @@ def rejected_draft_kept(case: "Embedded") -> Diagnosis | None:
             return fact("rejected_draft_kept", "embed", f"In step {step}, token {token} was drafted for position "
                         f"{position} of sequence {number}, where the model chose {true}, and it stayed.", step=step,
                         sequence=number, position=position)
-    return None
 
 
 def _drafted(facts: DecodeFacts):

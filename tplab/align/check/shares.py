@@ -52,11 +52,6 @@ class Shares:
                         for dimension, group in GROUPS.items()}
         self.summands: dict[tuple, bool] = {}
 
-    def in_stage(self, rank: int) -> tuple[int, int]:
-        """A rank's number within its pipeline stage, and the size of the stage."""
-        stage = self.stage(rank)
-        return stage.index(rank), len(stage)
-
     def stage(self, rank: int) -> list[int]:
         """The ranks of a rank's pipeline stage."""
         return next(stage for stage in self.sources.stages if rank in stage)
@@ -178,7 +173,7 @@ class Shares:
         if fused == "gate_up":
             return {"gate": range(width // 2), "up": range(width // 2, width)} if width % 2 == 0 else None
         dim = self.config.head_dim
-        planned, size = [len(self.planned[group][rank]) for group in "qk"], self.in_stage(rank)[1]
+        planned, size = [len(self.planned[group][rank]) for group in "qk"], len(self.stage(rank))
         equal = self.totals["q"] // size, max(1, self.totals["k"] // size)  # the remainder on no rank
         for q, kv in (planned, (self.totals["q"], self.totals["k"]), equal):
             if (q + 2 * kv) * dim == width:
@@ -209,7 +204,7 @@ class Shares:
         """Whether an embedding's output lacks the rows of other ranks' shares of the vocabulary: they are zero."""
         ranks = self.sources.complete(source)
         outs = [self.sources.rows(source, rank, FEW) for rank in ranks]
-        if self.in_stage(ranks[0])[1] == 1 or None in [out if out is None else 1 for out in outs]:
+        if len(self.stage(ranks[0])) == 1 or None in [out if out is None else 1 for out in outs]:
             return False
         not_zero = torch.stack([out.any(1) for out in outs])  # [ranks, rows]
         return not not_zero.all() and bool((not_zero.sum(0) <= 1).all())

@@ -96,8 +96,8 @@ class Sources:
             raise PlacementError("every token is padding (a negative id or position): there is no row to judge" if any(
                 call.size for call in self.calls) else "no recorded call has a token")
         self._claim()
-        whole = {"q": config.q_size, "mlp_act": config.intermediate_size}
-        check_parallel(self, any(entry.shape[-1] == whole.get(short_name(point))
+        widths = {"q": config.q_size, "mlp_act": config.intermediate_size}
+        check_parallel(self, any(entry.shape[-1] == widths.get(short_name(point))
                                  for point, sources in self._points.items() for source in sources.values()
                                  for entry in source.entries.values()))
 
@@ -184,8 +184,7 @@ class Sources:
 
     def claimed(self) -> list[Source]:
         """The tensors that may be a point, each once."""
-        every_source = (source for sources in self._points.values() for source in sources.values())
-        return list({(source.name, source.kind, source.path): source for source in every_source}.values())
+        return list({(s.name, s.kind, s.path): s for group in self._points.values() for s in group.values()}.values())
 
     def unclaimed(self) -> list[Source]:
         """Tensors without a claim."""
