@@ -155,8 +155,7 @@ def environment() -> Table:
     import pandas as pd
 
     rows = {}
-    for what, examine in (("packages", packages), ("Jupyter kernel", kernel),
-                          ("the model fable", models)):
+    for what, examine in (("packages", packages), ("Jupyter kernel", kernel), ("the model fable", models)):
         wrong = [finding for finding in examine() if finding.remedy and finding.essential]
         rows[what] = "ok" if not wrong else "; ".join(f"{finding.what} → {finding.remedy}" for finding in wrong)
     frame = pd.DataFrame({"state": rows.values()}, index=list(rows))

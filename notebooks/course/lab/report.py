@@ -72,6 +72,11 @@ def write_report(outcomes: list[Outcome], parameters: dict[str, str], out: Path)
 
     exporter, rows = HTMLExporter(), []
     names = {outcome.notebook.stem for outcome in outcomes}
+
+    def to_page(link: re.Match) -> str:  # where there is no page, the words alone
+        name, part, words = link.groups()
+        return f'<a href="{name}.html{part or ""}">{words}</a>' if unquote(name) in names else words
+
     for outcome in outcomes:
         name, file = outcome.executed.stem, outcome.executed.with_suffix(".html")
         shown = escape(name)
@@ -81,19 +86,13 @@ def write_report(outcomes: list[Outcome], parameters: dict[str, str], out: Path)
             pass
         else:
             page, _ = exporter.from_notebook_node(notebook, resources={"metadata": {"name": name}})
-            page = _FROM_AFAR.sub("", _TO_NOTEBOOK.sub(lambda link: _to_page(link, names), page))
+            page = _FROM_AFAR.sub("", _TO_NOTEBOOK.sub(to_page, page))
             _write(file, page.replace("</head>", PAGE_STYLE, 1))
             shown = f'<a href="{quote(os.fsencode(file.name))}">{shown}</a>'
         result = (f'<td class="failed">failed: {escape(outcome.failure)}</td>' if outcome.failure
                   else '<td class="passed">passed</td>')
         rows.append(f'<tr><td>{shown}</td>{result}<td>{outcome.seconds:.1f}</td></tr>')
     return _write(out / INDEX, _index(rows, parameters, outcomes))
-
-
-def _to_page(link: re.Match, names: set[str]) -> str:
-    """A link to a notebook as one to its page; where there is no page, the words alone."""
-    name, part, words = link.groups()
-    return f'<a href="{name}.html{part or ""}">{words}</a>' if unquote(name) in names else words
 
 
 def _write(path: Path, page: str) -> Path:
