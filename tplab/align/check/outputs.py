@@ -18,7 +18,7 @@ def check_padding(sources: Sources) -> None:
     for source in reversed(logit_sources):
         rank = sources.complete(source)[0]
         (_, logits), (_, padding) = (sources.logits(source, rank, padding=behind) or ([], torch.empty(0, 0))
-                                  for behind in (False, True))
+                                     for behind in (False, True))
         if not padding.numel():
             return
     if logit_sources:

@@ -189,7 +189,7 @@ class CheckReport(AlignReport):
         heirs = sum(self.inherits(point.name) for point in self.points)
         guilty = f": {counted(many, 'guilty point')}, {heirs} more inherit{'s' * (heirs == 1)} an error" * bool(many)
         verdicts = {"clean": "clean: every module makes of its own inputs what Hugging Face's would",
-                "bug": f"not clean{guilty}", "cannot tell": "cannot tell"}
+                    "bug": f"not clean{guilty}", "cannot tell": "cannot tell"}
         lines = [f"{self.folder} as {self.model}: {counted(recording.world_size, 'rank')}, "
                  f"{str(self.dtype).removeprefix('torch.')}, {len(recording.places)} rows, {len(self.points)} points"
                  + f" without {' and '.join(ends)}" * bool(ends), verdicts[self.verdict], *self.diagnosis_lines()]

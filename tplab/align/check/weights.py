@@ -87,13 +87,13 @@ def wrong_parameters(recording: Recording, ckpt: Checkpoint) -> dict[str, str]:
     held_by_ranks = [(rank, *item) for rank, held in enumerate(recording.parameters) for item in (held or {}).items()]
     with ckpt.reader() as reader:
         for rank, name, (ours, dim, indices) in held_by_ranks:
-            stored = read_part(parts[EMBEDDING if name == HEAD and name not in parts else name], reader)
-            if dim is not None:
-                stored = stored.index_select(dim, torch.tensor(list(indices), dtype=torch.long))
+            whole = read_part(parts[EMBEDDING if name == HEAD and name not in parts else name], reader)
             # A norm's weight may be float32 in a bfloat16 engine: as in the file, or rounded to bfloat16 before.
-            rights = [stored.to(dtype).to(ours.dtype) for dtype in (recording.dtype, ours.dtype)]
+            rights = [whole.to(dtype).to(ours.dtype) for dtype in (recording.dtype, ours.dtype)]
+            if dim is not None:
+                rights = [right.index_select(dim, torch.tensor(list(indices), dtype=torch.long)) for right in rights]
             if not any(torch.equal(ours, right) for right in rights):
                 wrong[f"rank {rank}: {name}"] = (
-                    f"shape {list(ours.shape)}, not {list(stored.shape)}" if ours.shape != stored.shape else
+                    f"shape {list(ours.shape)}, not {list(rights[-1].shape)}" if ours.shape != rights[-1].shape else
                     f"{(ours != rights[-1]).double().mean().item():.0%} of its numbers are not the checkpoint's")
     return wrong
