@@ -50,7 +50,7 @@ class GuiltyPoint:
         self.off, self.limit = off, max(limits.values())
         most = max(off[rank][self.wrong[rank]].max().item() for rank in self.ranks)
         self.tolerance = min((2 if report.dtype in SHORT else 3) * self.limit, most / 4)
-        self.places = report.recording.logit_places if name == "logits" else report.recording.places
+        self.places = report.recording.places_of(name)
         keys = dict(zip(report.recording.places, report.recording.num_keys))
         several = {(s, keys[s, p]) for s, p in self.places if keys.get((s, p - 1)) == keys[s, p]}
         self.decoded = torch.tensor([p > 0 and keys[s, p] == p + 1 and (s, keys[s, p]) not in several

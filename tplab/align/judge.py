@@ -6,11 +6,11 @@ import torch
 
 from tplab.align.floors import SHORT
 from tplab.align.gather import whole_point
-from tplab.align.guilty import Judge, LocalDiff, recorded_points
+from tplab.align.guilty import Judge, recorded_points
 from tplab.align.points import POINTS, layout
 from tplab.align.recording import Recording
 from tplab.align.reference import hf_model, hf_trace
-from tplab.align.report import AlignReport, Evidence, PointDiff, compare, internal_error
+from tplab.align.report import AlignReport, Evidence, compare, internal_error
 from tplab.checkpoint import Checkpoint
 from tplab.checkpoint.layout import read_part, tensor_parts
 from tplab.errors import TplabError
@@ -30,9 +30,8 @@ def judge(recording: Recording, ckpt: Checkpoint, plan: ShardPlan, patches: tupl
     """
     short = recording.dtype in SHORT
     local, judged = {}, Judge(recording, ckpt, plan) if by_local or short else None
-    theirs, exact = _Reference(recording, ckpt, recording.dtype), None
-    if short:
-        exact = _Reference(recording, ckpt, torch.float32)
+    theirs = _Reference(recording, ckpt, recording.dtype)
+    exact = _Reference(recording, ckpt, torch.float32) if short else None
     points, evidence, broken, broken_layer = [], {}, False, None
     for name in recorded_points(recording, ckpt):
         try:
@@ -50,7 +49,8 @@ def judge(recording: Recording, ckpt: Checkpoint, plan: ShardPlan, patches: tupl
                 right = right[:, held]
             point = compare(name, ours, right, spread, recording.dtype, not recording.plain, measured)
             if judged:
-                point = _by_local(point, local[name], broken)
+                # Inside, unless it is guilty, or outside the floor and behind a guilty point.
+                point = replace(point, inside=local[name].inside and (point.inside or not broken))
                 broken = broken or not local[name].inside
             points.append(point)
             layer = name.rpartition(".")[0]
@@ -88,11 +88,6 @@ def _with_bias(name: str, ours: torch.Tensor, right: torch.Tensor, ckpt: Checkpo
     return more if (more - right).abs().nanmean() < (ours - right).abs().nanmean() else ours
 
 
-def _by_local(point: PointDiff, local: LocalDiff, broken: bool) -> PointDiff:
-    """Inside, unless the point is guilty, or outside the floor and behind a guilty one (``broken``)."""
-    return replace(point, inside=local.inside and (point.inside or not broken))
-
-
 def _relative(ours: torch.Tensor, right: torch.Tensor) -> float:
     return ((ours.double() - right.double()).abs().max() / right.double().abs().max().clamp(min=1e-30)).item()
 
@@ -108,13 +103,13 @@ class _Reference:
 
     def rows(self, name: str) -> slice | list[int]:
         """The rows of a point that have a reference."""
-        places = self.recording.logit_places if name == "logits" else self.recording.places
+        places = self.recording.places_of(name)
         rows = [row for row, (s, p) in enumerate(places) if p < self.recording.known[s]]
         return rows if len(rows) < len(places) else slice(None)
 
     def pop(self, name: str) -> torch.Tensor:
-        places = self.recording.logit_places if name == "logits" else self.recording.places
-        places, parts = [(s, p) for s, p in places if p < self.recording.known[s]], []
+        places = [(s, p) for s, p in self.recording.places_of(name) if p < self.recording.known[s]]
+        parts = []
         for number, trace in enumerate(self.traces):
             positions, whole = [p for s, p in places if s == number], trace.pop(name)
             parts.append(whole if positions == list(range(len(whole))) else whole[positions])

@@ -68,6 +68,10 @@ class Recording:
     adapted: set[str] = field(default_factory=set)  # points that come from a module with an adapter (LoRA)
     warnings: list[str] = field(default_factory=list)  # what a right engine may do, and what it can lead to
 
+    def places_of(self, name: str) -> list[tuple[int, int]]:
+        """The (sequence, position) of each row of a point."""
+        return self.logit_places if name == "logits" else self.places
+
     @cached_property
     def row_of(self) -> dict[tuple[int, int], int]:
         """The row of each (sequence, position)."""
