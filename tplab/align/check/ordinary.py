@@ -120,9 +120,9 @@ def _is_noise(report, name: str, least: float = 0.0) -> bool:
 
 def _left(judge, diff, patches: tuple[Patch, ...]) -> float:
     """The part of a difference that a replay with these patches leaves, on the worst rank: 0 if it is rounding."""
-    parts_left = [0.0]
+    parts_left, broken = [0.0], judge.broken(diff.name, patches)
     for rank in diff.guilty:
-        (held, right), changed = _pair(judge, diff.name, rank), judge.broken(diff.name, patches)[rank][diff.name]
+        (held, right), changed = _pair(judge, diff.name, rank), broken[rank][diff.name]
         wrong, rest = ~(by_row(held, right) <= diff.tolerance), by_row(held, changed)
         if not (rest <= diff.tolerance).all():
             off, left = ((held - x).flatten(1)[wrong].norm(dim=1) for x in (right, changed))
