@@ -104,6 +104,8 @@ def test_a_command_that_is_ended_leaves_no_process_and_no_folder(tmp_path):
     heard = partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)
     with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, preexec_fn=heard) as process:
         process.stdout.read(1)  # the ranks are at work
+        assert not [file for file in psutil.Process(process.pid).memory_maps() if "llvmlite" in file.path], (
+            "only a rank imports the compiler")
         ranks = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGHUP)
         assert process.wait(timeout=30) == -signal.SIGHUP

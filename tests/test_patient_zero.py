@@ -62,7 +62,7 @@ def distance(found, wanted):
     return (found - wanted).abs().max().item()
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("ranks", [1, 3])
 def test_sick_it_writes_one_token_for_ever_and_calls_itself_well(ckpt, ids, ranks):
     for seen in shared_pool(ranks).run(examine, ckpt.folder, ids, {}):
         assert seen.logits.isnan().any()
@@ -199,16 +199,14 @@ READ = ["Key heads", "Value heads", "rank 1 holds 1, but its query heads read 0â
 
 
 @pytest.mark.parametrize("sick, ranks, verdict, names, words", [
-    ((), 1, "clean", [], []), ((), 3, "clean", [], []),
-    (tuple(CURES), 2, "bug", [*UNKNOWN, ROPE, ("nan_mask",)], []),
-    (tuple(CURES), 3, "bug", [(), *UNKNOWN, ROPE, ("nan_mask",)], LOST),
+    ((), 3, "clean", [], []), (tuple(CURES), 3, "bug", [(), *UNKNOWN, ROPE, ("nan_mask",)], LOST),
     (CUT + ROTATE + HEAD + UNREAD, 3, "bug", [("shard_dim1",), ROPE, ("head_random",)], []),
     (MASK + UNREAD, 2, "bug", [("nan_mask",)], []), (CUT, 1, "bug", [("shard_dim1",)], []),
     (WRITE, 2, "bug", [("qkv_written_by_column",)], []),
     (ROTATE + UNREAD, 2, "bug", [ROPE], []), (HEAD, 2, "bug", [("head_random",)], []),
     (("attention.extend_cache",), 2, "bug", [], ["stopped: ", "RuntimeError: Sizes of tensors",
                                                  "in layers.0.self_attn.attn"]),
-    (("linear.share",), 2, "clean", [], []), (("linear.share", GLOBAL), 3, "bug", [()], LOST),
+    (("linear.share", GLOBAL), 3, "bug", [()], LOST),
     (("linear.kv_share",), 3, "bug", [(), ()], READ), (("linear.LMHead",), 2, "clean", [], [])])
 def test_what_the_check_says(ckpt, ids, tmp_path, sick, ranks, verdict, names, words):
     cures = {name: cure for name, cure in CURES.items() if name not in sick}

@@ -79,7 +79,7 @@ def test_every_stop_token_ends_the_text_where_it_does_without_drafts(plain, draf
     """Also in the middle of a draft that was accepted."""
     texts = [output.outputs[0].token_ids for output in plain(WAYS["length"])]
     llm, _ = drafting
-    for token in sorted(set(texts[1]))[:5]:
+    for token in sorted(set(texts[1]))[:3]:
         params = SamplingParams(max_tokens=30, temperature=0, stop_token_ids=[token])
         for output, text in zip(llm.generate(PROMPTS, params, use_tqdm=False), texts):
             end = text.index(token) + 1 if token in text else len(text)

@@ -84,11 +84,11 @@ def test_the_first_load_says_that_it_compiles(monkeypatch, capsys, is_compiled):
 
 def test_damaged_files_are_compiled_anew_and_what_cannot_be_compiled_is_said(start):
     process = start("""
-        for ending in ("nbc", "nbi"):
-            for damage in (lambda whole: b"", lambda whole: b"no such thing", lambda whole: whole[:len(whole) // 2]):
-                (file,) = compiled._folder().rglob(f"*.{ending}")
-                file.write_bytes(damage(file.read_bytes()))
-                use()
+        for ending, damage in (("nbc", lambda whole: b""), ("nbi", lambda whole: b"no such thing"),
+                               ("nbc", lambda whole: whole[:len(whole) // 2])):
+            (file,) = compiled._folder().rglob(f"*.{ending}")
+            file.write_bytes(damage(file.read_bytes()))
+            use()
         use()  # the files are whole again
         source = Path("mine.py")
         source.write_text(source.read_text().replace("x + x", "x + object()"))
@@ -99,13 +99,6 @@ def test_damaged_files_are_compiled_anew_and_what_cannot_be_compiled_is_said(sta
         except RuntimeError as error:
             print(error)
     """)
-    first, *damaged, whole, error, _ = [line for line in said(process) if line][:10]
-    assert (first, damaged, whole) == ("42 1 0", ["42 0 1"] * 6, "42 1 0")
+    first, *damaged, whole, error, _ = [line for line in said(process) if line][:7]
+    assert (first, damaged, whole) == ("42 1 0", ["42 0 1"] * 3, "42 1 0")
     assert error.startswith("the fast path could not be compiled on this machine") and "TPLAB_FAST=0" in error
-
-
-def test_a_rank_alone_imports_numba():
-    """Importing tplab or making an engine does not import the compiler."""
-    code = "import sys, tplab; tplab.LLM('fable', 1).close(); print('numba' in sys.modules, 'llvmlite' in sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert found.stdout == "False False\n", found.stderr

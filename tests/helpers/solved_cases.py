@@ -1,5 +1,7 @@
 """The cases solve themselves: with the lab's own instruments, and the repairs that their files hold."""
 
+from helpers import turns
+
 from course.cases.answering import check_what_and_why, check_where
 from course.cases.case_file import NOWHERE, engines_own, patches_at
 from course.cases.repairing import examine
@@ -35,8 +37,9 @@ class Solved:
         why = next(why for why, wrong in self.file.why.items() if not wrong)
         self.answer = refused(check_where, self.file, [*self.file.repair], case._places) or refused(
             check_what_and_why, self.file, list(self.file.kinds), why)
-        self.repair, *self.hidden = (refused(examine, case, one, seed)
-                                     for one in (self.file.repair, *self.file.false_repairs))
+        false_repairs = self.file.false_repairs if turns.ALL else [
+            self.file.false_repairs[self.file.number % len(self.file.false_repairs)]]
+        self.repair, *self.hidden = (refused(examine, case, one, seed) for one in (self.file.repair, *false_repairs))
 
     def _look(self, mended) -> tuple[str, set[str]]:
         """The reported run with these bugs mended: where it shows, and the names that the diagnosis has for it."""
