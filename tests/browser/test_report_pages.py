@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from helpers.lab_window import grave
+from helpers.turns import by_turns
 
 from course.lab.batch import Outcome
 from course.lab.report import write_report
@@ -25,8 +26,7 @@ def folder(tmp_path_factory):
     return out
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("page", ["index", *CHOSEN])
+@pytest.mark.parametrize(("page", "scheme"), by_turns(["index", *CHOSEN], ["light", "dark"], least=3))
 def test_a_page_of_the_report(page, scheme, folder, chromium):
     context = chromium.new_context(color_scheme=scheme, offline=True)
     shown, said = context.new_page(), []

@@ -63,8 +63,9 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 def test_text_reason_and_log_probabilities_are_those_without_drafts(plain, drafting, way):
-    expected = plain(WAYS[way])
-    for llm in drafting:
+    """With much room and with little; the ways that end alike have one of these by turns."""
+    expected, turn = plain(WAYS[way]), [*WAYS].index(way)
+    for llm in drafting if turn in (0, 2) else drafting[turn // 2 % 2:][:1]:
         outputs = llm.generate(PROMPTS, WAYS[way], use_tqdm=False)
         for output, true in zip(outputs, expected):
             assert output.outputs == true.outputs

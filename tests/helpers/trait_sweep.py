@@ -23,7 +23,7 @@ from tplab.model import NoCache, load_model
 from tplab.ranks import logical_ranks
 from tplab.shard import ShardPlan
 
-NEW, SMALL = 12, dict(block_size=4, num_blocks=24, max_num_batched_tokens=11, max_model_len=64, strict=True)
+NEW, SMALL = 8, dict(block_size=4, num_blocks=19, max_num_batched_tokens=11, max_model_len=64, strict=True)
 DTYPES = torch.float32, torch.float64
 
 
