@@ -2,7 +2,7 @@
 
 A row is a model on so many ranks: how far its logits are in float32 and in float64 (in brackets: of the bound in
 :mod:`tplab.align.floors`), how far the log probabilities along the decode path in float64 (chunks, pages, a prefix
-cache, preemptions), and how many greedy texts are Hugging Face's, token for token.
+cache, preemptions), and how many of its greedy texts are Hugging Face's in float32, token for token.
 
 Where two experts' scores for a token are as near as rounding, which of them is chosen is rounding, too: both engines
 are right, and their outputs have nothing in common. Such tokens, and those after them, are counted and left out.
@@ -122,9 +122,7 @@ def measure(ckpt: Checkpoint, tp: int, enable_expert_parallel: bool = False, **o
         far[dtype] = (each[0] - right)[~torch.cat(left_out)].abs().max().item()
         share[dtype] = far[dtype] / bound("logits", right.abs().max().item(), dtype)
         assert right.abs().max() > 0.5, "logits this small would hide a bug"
-    # Decoding: the tokens in float32, the log probabilities in float64.
     options = {"logical": True} | options | ({"enable_expert_parallel": True} if enable_expert_parallel else {})
-    tokens = [out.token_ids for out in generated(ckpt, tp, "float32", prompts, **options)]
     expected = [hf_greedy(ckpt, prompt, NEW) for prompt in prompts]
     exact = generated(ckpt, tp, "float64", prompts, **options)
     texts = [prompt + out.token_ids for prompt, out in zip(prompts, exact)]
@@ -138,7 +136,7 @@ def measure(ckpt: Checkpoint, tp: int, enable_expert_parallel: bool = False, **o
                 decode = max(decode, gap)
                 decode_share = max(decode_share, gap / bound("logits", logits.abs().max().item(), torch.float64, True))
     certain = [not skip[:-1].any() for skip in judged]
-    equal = sum(ours == theirs for ours, theirs, sure in zip(tokens, expected, certain) if sure)
+    equal = sum(out.token_ids == theirs for out, theirs, sure in zip(exact, expected, certain) if sure)
     return Row(tp, "" if ckpt.config.experts is None else "dealt out" if enable_expert_parallel else "cut", far, share,
                decode, decode_share, equal, sum(certain), sum(int(skip.sum()) for skip in judged))
 
