@@ -19,8 +19,7 @@ from tplab.shard import ShardPlan
 
 class StepCost(NamedTuple):
     """Seconds of a step, by what they are spent on: products with all that is done to their rows, keys and values,
-    collectives, and the engine's Python.
-    """
+    collectives, and the engine's Python."""
 
     products: float
     attention: float

@@ -37,8 +37,7 @@ def lasting_folder() -> Path:
 
 
 def fused_copy(ckpt: Checkpoint) -> Checkpoint:
-    """A copy with ``q|k|v`` in one ``qkv_proj`` and ``gate|up`` in one ``gate_up_proj``, in a folder that goes away
-    with this process."""
+    """A copy with ``q|k|v`` and ``gate|up`` each in one matrix, in a folder that goes away with this process."""
     from safetensors.torch import save_file
 
     folder, tensors = lasting_folder(), {}

@@ -25,10 +25,8 @@ def ask(llm, text: str, max_tokens: int = 40, **sampling) -> str:
 
 def greedy(model, prompts, max_tokens, tensor_parallel_size=2, *args, one_by_one=False, patches=(), **options
            ) -> list[list[int]]:
-    """The token ids that an engine writes behind each prompt; ``options`` are those of :class:`tplab.LLM`.
-
-    ``patches`` may be names of faults, too.
-    """
+    """The token ids that an engine writes behind each prompt; ``options`` are those of :class:`tplab.LLM`, and
+    ``patches`` may be names of faults, too."""
     from tplab import LLM, SamplingParams
     from tplab.faults import as_patches
 

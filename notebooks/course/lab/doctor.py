@@ -49,9 +49,7 @@ def packages(requirements=None):
     """
     from packaging.requirements import Requirement
 
-    if requirements is None:
-        requirements = _required()
-    for requirement in map(Requirement, requirements):
+    for requirement in map(Requirement, requirements or _required()):
         if requirement.marker and not requirement.marker.evaluate({"extra": "test"}):
             continue
         essential = not requirement.marker or requirement.marker.evaluate({"extra": ""})
@@ -118,8 +116,8 @@ def models():
         except TplabError as error:
             yield Finding(f"model {name}: {error}", remedy, essential=name == "fable")
         else:
-            heads = f"{config.num_heads} query and {config.num_kv_heads} KV heads"
-            yield Finding(f"model {name}: {config.model_type}, {config.num_layers} layers, {heads}")
+            yield Finding(f"model {name}: {config.model_type}, {config.num_layers} layers, {config.num_heads} query "
+                          f"and {config.num_kv_heads} KV heads")
 
 
 def ranks():
@@ -139,9 +137,8 @@ def ranks():
                       "a firewall must let this machine talk to itself")
         return
     seconds = time.perf_counter() - started
-    right = sums == [3.0, 3.0]
     yield Finding(f"two ranks start, all-reduce 1 + 2 and get {sums[0]:g} and {sums[1]:g} ({seconds:.1f} s)",
-                  "" if right else REINSTALL)
+                  "" if sums == [3.0, 3.0] else REINSTALL)
 
 
 def environment() -> Table:

@@ -45,8 +45,7 @@ def held_by_ranks(plan: ShardPlan) -> list[dict[str, str]]:
         *mlp,
         ["norms, bias of o and down", f"[{hidden}]", "whole; such a bias is added once", "every rank"],
         ["KV cache, a token and layer", f"2 × {plan.num_kv_heads} × {dim}", "KV heads, never repeated ones",
-         " | ".join(f"2 × {n} × {dim}" for n in kv)],
-    ]
+         " | ".join(f"2 × {n} × {dim}" for n in kv)]]
     return [dict(zip(("weight", "whole [out, in]", "cut along", "rank 0 | rank 1 | …"), row)) for row in rows]
 
 
