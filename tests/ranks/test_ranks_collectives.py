@@ -312,3 +312,21 @@ def test_an_interrupted_answer_on_logical_ranks_ends(stubborn):
     while any(thread.name.startswith("logical rank") for thread in threading.enumerate()):
         assert time.monotonic() < end, "a thread still runs"
         time.sleep(0.01)
+
+
+def test_a_rank_that_starts_after_an_interrupt_does_nothing(monkeypatch):
+    """On a busy machine a thread can begin long after it was started; nobody would end it."""
+    start, late, ran = threading.Thread.start, [], []
+
+    def begin(thread):
+        if thread.name == "logical rank 1":
+            late.append(thread)
+            raise KeyboardInterrupt
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", begin)
+    with pytest.raises(KeyboardInterrupt):
+        logical_ranks(2, lambda: ran.append(rank()))
+    start(late[0])
+    late[0].join(60)
+    assert 1 not in ran and not late[0].is_alive()

@@ -46,6 +46,8 @@ def logical_ranks(n: int, fn, *args, timeout: float = 60.0, **kwargs) -> list:
         context.set_thread_group(group)
         group.thread = threading.get_ident()
         try:
+            if rendezvous.abandoned:  # on a busy machine a thread can begin after the call has ended
+                raise Abandoned
             # torch has these modes per thread; the ranks get the caller's.
             with torch.inference_mode(inference), torch.set_grad_enabled(grad):
                 results[group.rank] = fn(*args, **kwargs)
@@ -92,7 +94,7 @@ class _Rendezvous:
         self.pieces = [[None] * size, [None] * size]  # by parity of the step, as in shared memory
         self.ended = set()
         self.errors = {}  # by rank, in the order in which they were raised
-        self.stuck = self.over = False  # stuck: a rank waits for one that has returned
+        self.stuck = self.over = self.abandoned = False  # stuck: a rank waits for one that has returned
         self.groups = []
 
     def exchange(self, rank: int, piece) -> list:
@@ -125,7 +127,7 @@ class _Rendezvous:
 
     def abandon(self) -> None:
         with self.change:
-            self.over = True
+            self.over = self.abandoned = True
             self._look()
 
     def _look(self) -> None:
