@@ -63,11 +63,9 @@ def slots_figure(block_ids: Sequence[int], tokens: Sequence[str], block_size: in
             body += _place(x + place * CELL, below, text, tint(owner) if text else EMPTY)
             body += write(x + (place + 0.5) * CELL, below + HIGH + 9, str(slot), size=10, anchor="middle",
                           ink="#222" if text else FREE_INK)
-    body += write(LEFT, below + HIGH + 32, size=12,
-                  text="slot = block_ids[position // block_size] * block_size + position % block_size")
     details = "; ".join(f"positions {i * block_size}–{min((i + 1) * block_size, len(tokens)) - 1} in block {b}, slots "
                         f"from {b * block_size}" for i, b in enumerate(block_ids))
-    return Drawing(Svg(max(num_blocks * wide + LEFT, 560), below + 64, body).text(),
+    return Drawing(Svg(max(num_blocks * wide + LEFT, 560), below + 44, body).text(),
                    f"Figure: a sequence of {len(tokens)} tokens in blocks of {block_size}. {details}.")
 
 
