@@ -157,7 +157,7 @@ class Replay:
                 del kept[key]
         with torch.inference_mode(), applied(*patches, clean=True):
             made = logical_ranks(len(stage), self._on_rank, stage, layer, dtype, entering, blocks, until,
-                                  any(patch.target.rpartition(".")[2] in _LOADING for patch in patches), timeout=30.0)
+                                 any(patch.target.rpartition(".")[2] in _LOADING for patch in patches), timeout=30.0)
         return dict(zip(stage, made))
 
     def _model(self, rank: int, stage: list[int], layer: int | None, dtype: torch.dtype, anew: bool

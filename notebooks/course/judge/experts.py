@@ -16,7 +16,7 @@ def chosen(ckpt: Checkpoint, prompts) -> tuple[torch.Tensor, torch.Tensor]:
     config, ids = ckpt.config, check_prompts(ckpt, prompts)
     ((points, *_),) = logical_ranks(1, trace_on_rank, ckpt, ShardPlan.from_config(config, 1), torch.float32, ids)
     choices = [routed_by(config.experts)(points[f"layers.{layer}.router_logits"])
-            for layer, sparse in enumerate(config.experts.layers) if sparse]
+               for layer, sparse in enumerate(config.experts.layers) if sparse]
     weights, experts = (torch.stack(each) for each in zip(*choices))
     return weights, experts
 

@@ -89,7 +89,7 @@ def wrong_parameters(recording: Recording, ckpt: Checkpoint) -> dict[str, str]:
         for rank, name, (ours, dim, indices) in held_by_ranks:
             whole = read_part(parts[EMBEDDING if name == HEAD and name not in parts else name], reader)
             # A norm's weight may be float32 in a bfloat16 engine: as in the file, or rounded to bfloat16 before.
-            rights = [whole.to(dtype).to(ours.dtype) for dtype in (recording.dtype, ours.dtype)]
+            rights = [whole.to(dtype).to(ours.dtype) for dtype in dict.fromkeys((recording.dtype, ours.dtype))]
             if dim is not None:
                 rights = [right.index_select(dim, torch.tensor(list(indices), dtype=torch.long)) for right in rights]
             if not any(torch.equal(ours, right) for right in rights):
