@@ -58,11 +58,11 @@ _NOTEBOOK = "02_dim0_sharding"
 
 FAULTS = (
     bug(_COLUMN, shard_dim1, "cut along dim 1, as if weights were [in, out]",
-        "All shapes fit, and the attention of every layer is a random linear map.",
+        "All shapes fit, and q, k and v of every layer are unrelated to the right ones.",
         first_point="layers.0.q", notebook=_NOTEBOOK),
     bug("tplab.shard.linear.QKVParallelLinear.load", qkv_written_by_column,
         "q, k and v are cut right and written into the fused weight by column",
-        "All shapes fit, every number of the checkpoint is there, and attention is a random linear map.",
+        "All shapes fit, every number of the checkpoint is there, and q, k and v are unrelated to the right ones.",
         first_point="layers.0.q", notebook=_NOTEBOOK),
     bug("tplab.shard.linear.merged_shard", fused_one_block, "a fused [q|k|v] matrix cut as one block",
         "Correct on one rank; on two, rank 1 computes its queries with rows of other heads and of keys.",

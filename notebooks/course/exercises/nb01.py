@@ -96,7 +96,7 @@ EXERCISES = [
             'float("-inf") -> 0', 'scores.masked_fill(mask, float("-inf")) -> scores * ~mask'),
         "softmax is in it, and scores must come back": 'float("-inf")) -> float("-inf")).softmax(-1)',
     }, observe=low_is_infinite, dims="sequence, head, query, key", within=0, writes="scores", patches=at(TARGET),
-             place="hides the future from attention"),
+             place="adds the mask to the scores"),
     Exercise("01", my_assert_no_nan, with_nan, {
         "it never raises, not even where all is NaN (NaN is equal to nothing, not even to NaN)": "share == 0 -> True",
         "-inf is not NaN: it is how a mask hides keys": "torch.isnan(tensor) -> torch.isfinite(tensor).logical_not()",

@@ -145,7 +145,7 @@ EXERCISES = [
         "columns come back. A weight is [out, in]: which of the two is cut here?": "[rows -> [:, rows",
         "the rows are right, and all of the source was read for them: slice the source itself": "[rows -> [:][rows",
     }, SHARDS, of_a_rank, at("tplab.shard.linear.column_shard", "tplab.shard.embedding.column_shard"), in_the_engine,
-             within=0, dims="row, column", place="cuts rows out of weights", alone=ALONE),
+             within=0, dims="row, column", place="cuts rows out of a weight", alone=ALONE),
     Exercise("02", my_merged, cuts((2, (5, 2), (4, 2), (4, 2)), (2, (16, 6), (5, 6), (5, 6)),
                                    (3, (16, 1), (4, 1), (4, 1)), (3, (7,), (5,), (9,)), (2, (7, 4), (7, 4))), {
         "a range counts the rows of its own source, and here rows of the stacked sources are taken":
@@ -154,7 +154,7 @@ EXERCISES = [
         "the rows are right, and all of the sources was read for them": "[rows -> [:][rows",
         "the first rows of each source come back": "rows.start:rows.stop -> :len(rows)",
     }, SHARDS, of_a_rank, at("tplab.shard.linear.merged_shard"), in_the_engine, within=0, dims="row, column",
-             place="stacks q, k and v, gate and up", alone=ALONE),
+             place="stacks q, k, v and gate, up", alone=ALONE),
     Exercise("02", my_heads, lambda: [Example(*layout) for layout in (
         (8, 2, 2), (8, 2, 4), (9, 3, 2), (8, 2, 3), (14, 2, 3), (6, 6, 4), (15, 5, 2), (6, 1, 4), (32, 8, 3))], {
         "what the division leaves over is on no rank":
@@ -171,7 +171,7 @@ EXERCISES = [
             "r * (num_heads // tensor_parallel_size) if r < tensor_parallel_size else num_heads",
     }, "each query head is on one rank, with the KV head that it reads; on {ranks}, every trace point agrees with "
        "Hugging Face", dealt_evenly,
-             dealt_so, model_dealt_so, place="says who owns which heads", alone=ALONE),
+             dealt_so, model_dealt_so, place="deals out the heads", alone=ALONE),
     Exercise("02", my_linears, linears, {
         "each rank returns its own summand: where are they added up, and is the result of that used?": (
             "all_reduce(summand) + bias -> summand + bias",

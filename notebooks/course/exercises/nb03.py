@@ -124,7 +124,7 @@ EXERCISES = [
             "k.reshape(k.shape[2], k.shape[1], 6)"),
         "cos and sin have changed places": "cos, sin) -> sin, cos) ;; k, sin, cos): -> k, cos, sin):",
         "it returns k, q; q comes first": f"{_BACK} -> k[0].transpose(0, 1), q[0].transpose(0, 1)",
-    }, observe=rotated, dims="token, head, number", place="turns queries and keys",
+    }, observe=rotated, dims="token, head, number", place="rotates queries and keys",
              patches=at("tplab.model.attention.TensorParallelAttention.apply_rope")),
     Exercise("03", my_rope, heads_at_positions, {
         "it is turned the other way round: look at the sign of the sine, or of one half":
@@ -149,4 +149,4 @@ EXERCISES = [
             f"{_EACH} -> torch.arange(start + 1, start + count + 1)",
     }, "on {ranks}, prompts read in chunks and beside each other agree with Hugging Face", whole, under_the_engine,
              lambda setting, answer: setting.align_in_chunks(), dims="token", within=0,
-             place="says where each token stands")]
+             place="gives each token its position")]

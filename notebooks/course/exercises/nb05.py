@@ -217,11 +217,11 @@ EXERCISES = [
         "the same tokens get another key the second time, so no block would ever be found":
             "hash((parent, tuple(ids))) -> object()",
     }, "equal beginnings share a block, nothing else does; on {ranks} all points agree with Hugging Face", keys,
-             at("tplab.cache.table.block_key"), shared, place="names full blocks"),
+             at("tplab.cache.table.block_key"), shared, place="makes the key of a full block"),
     Exercise("05", MyPool, lambda: [Example(3), Example(8)], {
         "a block that two sequences use is free after the first release: subtract one user": "-= 1 -> = 0",
         "a block that is released twice could be given to two sequences: raise a ValueError": (
             "raise ValueError -> str", "if not self.users[block] -> if False"),
         "allocate() does not count the first user of its block": "self.users[block] = 1 -> pass",
     }, "300 random operations, and the engine with few blocks on {ranks}: all counts are right", at_random,
-             pool_patches, short_of_blocks, place="hands out blocks")]
+             pool_patches, short_of_blocks, place="allocates and frees blocks")]

@@ -252,7 +252,7 @@ EXERCISES = [
             f"{_SUM} -> vectors.masked_fill(~is_here[:, None], 0)",
             f"{_ROWS} -> weight_here[ids % len(rows)] ;; {_SUM} -> vectors"),
         "for a word of another rank, its row 0 is added, and zeros must be": f"{_SUM} -> all_reduce(vectors)",
-    }, observe=looked_up, dims="token, number", place="looks words up", alone=ALONE,
+    }, observe=looked_up, dims="token, number", place="looks up embeddings", alone=ALONE,
              patches=lambda answer: [Patch("tplab.shard.embedding.VocabParallelEmbedding.forward",
                                            lambda self, ids: answer(ids, self.weight, self.rows))]),
     Exercise("06", my_best_offer, scores, {
@@ -264,7 +264,7 @@ EXERCISES = [
         "two ranks offer the same score. torch.argmax over the whole vocabulary takes the lowest id":
             "offers[:, :, 0].argmax(dim=-1) -> offers.shape[1] - 1 - offers[:, :, 0].flip(1).argmax(dim=-1)",
     }, "on {ranks}, three sequences get the tokens of Hugging Face", decided, at("tplab.engine.sampler.best_offer"),
-             three_texts, dims="sequence", place="decides for a token"),
+             three_texts, dims="sequence", place="chooses the next token"),
     Exercise("06", my_generate, lambda: [Example(*args, says=f"a prompt of {len(args[0])}, {args[1]} new") for args in (
         ([3, 1, 4, 1, 5], 4, ()), ([*range(20, 63)], 24, ()), ([9, 9], 1, ()), ([24], 5, (0, 0, 3, 2, 11)))], {
         "positions count from 0: behind a prompt of n tokens, the first new one stands at n":
@@ -274,7 +274,7 @@ EXERCISES = [
         "one call too many: nothing reads the token that comes after the last one":
             "count - 1 -> count ;; return new -> return new[:-1]",
     }, "on {ranks}, 24 tokens are Hugging Face's", looped, engine=in_a_loop,
-             place="is the loop around it all"),  # it calls the engine: see own_engine.py
+             place="runs the loop of generation"),  # it calls the engine: see own_engine.py
     Exercise("06", MyLayer, lambda: [
         Example(*args, ranks=args[2], says=f"{args[0]} query and {args[1]} KV heads over {counted(args[2], 'rank')}")
         for args in ((8, 2, 1, False), (8, 2, 2, False), (9, 3, 2, False), (8, 2, 3, True))], {

@@ -31,7 +31,7 @@ def bars_figure(groups: Mapping[str, Mapping[str, float]], unit: str, title: str
             number = f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
             whose = f" ({label})" * (not value and len(group) > 1)  # a bar of no length has no colour
             ax.annotate(f"{number} {unit}{whose}", (value, y), xytext=(5, 0), textcoords="offset points", va="center",
-                        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1})  # over a line of the caller's
+                        bbox={"facecolor": "white", "edgecolor": "none", "pad": 2})  # over a line of the caller's
             y += 1
         ticks[(first + y - 1) / 2] = name
         y += 0.7

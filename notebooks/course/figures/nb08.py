@@ -60,8 +60,8 @@ def op_logs(errors, title: str | None = None) -> Picture:
     for ax, (name, log) in zip(axes.flat, logs.items()):
         ax.set_title(name, fontsize=11, pad=3)
         _draw(ax, log)
-    key = ("green: done together;  orange, hatched: waits;  dark orange: calls that differ;  dashed: never came;  "
-           "≠: the first difference")
+    key = ("green: done together;  orange, hatched: waits;  dark orange: calls that differ, and wait;  "
+           "dashed: never came;  ≠: the first difference")
     figure.supxlabel(fill(key, round(14 * figure.get_figwidth())), fontsize=9, x=0.01, ha="left", color="#555555")
     details = ". ".join(f"{name}: {_describe(log)}".removeprefix(": ") for name, log in logs.items())
     return figure.finished(title or "Collectives in order, and where the ranks part", (

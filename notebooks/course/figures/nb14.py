@@ -80,12 +80,12 @@ def orders_figure(sums: Mapping[str, torch.Tensor], exact: float, title: str) ->
 
         >>> figures.orders_figure({"bfloat16": results}, 12.5, "Every order rounds in another way")
     """
-    figure, axes = picture(9.0, 3.4, ncols=len(sums), squeeze=False)
+    figure, axes = picture(9.0, 3.6, ncols=len(sums), squeeze=False)
     for ax, (name, look) in zip(axes[0], looks(sums).items()):
         values, often = (sums[name].double() - exact).unique(return_counts=True)
         ax.vlines(values.tolist(), 0, often.tolist(), color=look.color, lw=3)
         ax.axvline(0, color=INK, lw=1.2, ls="--")
-        ax.set_title(f"{name}: {counted(len(values), 'result')}\nlargest − smallest: {values[-1] - values[0]:.1g}",
+        ax.set_title(f"{name}\n{counted(len(values), 'result')}\nlargest − smallest: {values[-1] - values[0]:.1g}",
                      fontsize=10.5)
         ax.set_ylim(bottom=0)
         ax.xaxis.set_major_locator(MaxNLocator(3))

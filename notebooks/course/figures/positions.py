@@ -15,20 +15,31 @@ def position_figure(reports: Mapping, point: str = "layers.0.q_rope", first: int
     """The difference from Hugging Face at one point, token by token along the beginning of the prompt.
 
     ``reports``: ``{label: AlignReport}`` over the same prompt. ``point``: a trace point among each report's evidence:
-    of its first divergent layer, or an end of the model. ``first``: how many tokens are drawn; all if None.
+    of its first divergent layer, or an end of the model. ``first``: how many tokens are drawn; all if None. More than
+    two reports get a panel each.
 
         >>> figures.position_figure({"no rotation": a, "wrong theta": b}, "layers.0.q_rope")
     """
     values = {label: row_distances(report, point, label)[:first] for label, report in reports.items()}
     if len({len(line) for line in values.values()}) != 1:
         raise TplabError("the reports are not about the same prompt" if values else "there is no report to draw")
-    figure, ax = picture(9.0, 4.4)
-    axis = DifferenceAxis(ax, values, {dtype_name(r): r.floor for r in reports.values()})
-    axis.draw(looks(values))
-    ax.set_xlabel("position of the token in the prompt")
-    label_differences(ax, reports)
+    panels = [[label] for label in values] if len(values) > 2 else [list(values)]
+    across, down = min(2, len(panels)), -(-len(panels) // 2)
+    figure, axes = picture(9.0, 1.7 + 2.7 * down, nrows=down, ncols=across, squeeze=False)
+    every = looks(values)
+    for ax, labels in zip(axes.flat, panels):
+        axis = DifferenceAxis(ax, {label: values[label] for label in labels},
+                              {dtype_name(r): r.floor for r in reports.values()})
+        axis.draw({label: every[label] for label in labels})
+        ax.set_title(", ".join(labels) if len(panels) > 1 else "", fontsize=11)
+        label_differences(ax, reports)
+        ax.set_xlabel("position of the token in the prompt")
+    for ax in axes.flat[len(panels):]:
+        ax.set_axis_off()
+    for ax in axes[:, 1:].flat:
+        ax.set_ylabel("")
     details = "; ".join(f"{label}: " + _said(line, reports[label].floor) for label, line in values.items())
-    return figure.finished(title or f"{point}, token by token", columns=4,
+    return figure.finished(title or f"{point}, token by token", columns=4 * (len(panels) == 1),
                            words=f"{point}, difference from Hugging Face token by token. {details}.")
 
 

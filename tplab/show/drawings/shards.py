@@ -136,14 +136,18 @@ class ShardedWeight:
         return Drawing(self.drawing().text(), str(self)).html()
 
     def drawing(self, title: str = "") -> Svg:
-        """The weight as a rectangle, height ``out_features`` and width ``in_features``, to scale within limits."""
+        """The weight as a rectangle to scale within limits: a Linear's height is ``out_features``, its width
+        ``in_features``."""
         scale = 190 / max(self.shape)
         high, wide = (max(70.0, size * scale) for size in self.shape)
         left, top = 60.0, 76.0
         body = write(8, 16, title or self.name, size=13.5, bold=True)
-        body += write(8, 36, f"[out, in] = [{self.shape[0]}, {self.shape[1]}], cut along dim {self.dim}", size=11.5)
-        body += write(left + wide / 2, top - 11, f"in_features {self.shape[1]}", size=10.5, anchor="middle")
-        body += write(14, top + high / 2, f"out_features {self.shape[0]}", size=10.5, anchor="middle", turned=True)
+        is_embedding = self.name == "embed_tokens"  # which multiplies nothing: its rows are looked up
+        rows_are, columns_are = ("vocab_size", "hidden_size") if is_embedding else ("out_features", "in_features")
+        shape = f"{'[vocab, hidden]' if is_embedding else '[out, in]'} = [{self.shape[0]}, {self.shape[1]}]"
+        body += write(8, 36, f"{shape}, cut along dim {self.dim}", size=11.5)
+        body += write(left + wide / 2, top - 11, f"{columns_are} {self.shape[1]}", size=10.5, anchor="middle")
+        body += write(14, top + high / 2, f"{rows_are} {self.shape[0]}", size=10.5, anchor="middle", turned=True)
         unit = (high, wide)[self.dim] / self.shape[self.dim]
         for rows, ranks in self.strips():
             body += self._strip(rows, ranks, left, top, high, wide, unit)

@@ -110,5 +110,5 @@ def finding(reports: Mapping) -> str:
 def _stairs_finding(reports) -> str:
     label, report = list(reports.items())[-1]
     if report.first_divergence is None:
-        return f"Down the stairs: “{label}” is inside the rounding floor at every point"
+        return f"Every point of “{label}” is inside the rounding floor"
     return f"“{label}” still leaves the floor, at {report.first_divergence.name}: there are bugs left"

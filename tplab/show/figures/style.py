@@ -72,10 +72,14 @@ class Picture(Figure):
         self.alt_text = ""
 
     def finished(self, title: str, words: str, columns: int = 0) -> "Picture":
-        """Itself, with a title in as many lines as it takes, a text alternative, and a legend in so many columns."""
+        """Itself, with a title in as many lines as it takes, a text alternative, and a legend in so many columns,
+        or as many as there is room for."""
         self.suptitle(fill(title, round(9 * self.get_figwidth())), x=0.01, ha="left", fontweight="bold", fontsize=12.5)
-        if columns:
-            self.legend(loc="outside lower left", ncols=columns)
+        for fewer in range(columns, 0, -1):
+            legend = self.legend(loc="outside lower left", ncols=fewer)
+            if fewer == 1 or legend.get_window_extent().width <= self.bbox.width:
+                break
+            legend.remove()
         self.alt_text = f"Figure: {words}"
         return self
 
