@@ -57,6 +57,14 @@ def test_processes_give_the_same_tokens(folder, pool, expected):
     assert pool.run(engines_on_ranks) == [[], []]
 
 
+def test_the_ranks_get_one_command_a_step_at_most_also_from_a_stream(folder, pool):
+    with LLM(folder, 2, pool=pool) as llm:
+        for call in (llm.generate, llm.stream):
+            commands, steps = pool.number_of_runs, llm.scheduler.step_number
+            assert list(call(PROMPTS, PARAMS))
+            assert 0 < pool.number_of_runs - commands <= llm.scheduler.step_number - steps
+
+
 def test_a_thrown_away_engine_is_forgotten_by_its_own_pool(folder, pool):
     """Whichever pool loads next, and also where the load itself had failed on one rank."""
     def fails_on_rank_1(self, *arguments):

@@ -243,7 +243,7 @@ def of_layer_1(state, part):
 
 
 BREAKS = {  # the right name, what is changed of the weights, of the configuration, of the model
-    "norm_epsilon": (None, {}, lambda model: [setattr(one, "eps", 0.1) for one in model.modules()
+    "norm_epsilon": (None, {}, lambda model: [setattr(one, "eps", 1e-3) for one in model.modules()
                                               if hasattr(one, "eps")]),
     "rope_default_theta": (None, {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}, None),
     "norm_weight_missing": (lambda state: filled(state, "post_attention_layernorm", 1.0), {}, None),

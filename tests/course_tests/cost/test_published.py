@@ -106,7 +106,7 @@ def test_the_command_tells_it(raw, options, words, plan):
 
 @pytest.mark.parametrize(("raw", "words"), [
     ("[1]", "holds a JSON list"), ({"model_type": "gpt2"}, "'gpt2' is not supported"),
-    ({"model_type": "deepseek_v3"}, "'deepseek_v3' is not supported")])
+    ({"model_type": "deepseek_v3", "qk_rope_head_dim": None}, "'deepseek_v3' is not supported")])
 def test_what_is_no_configuration_is_one_sentence(raw, words, plan):
     code, said = plan(raw)
     assert code == 2 and words in said and "Traceback" not in said
