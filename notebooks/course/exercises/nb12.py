@@ -86,13 +86,15 @@ EXERCISES = [
         "each rank returns its own summand: where are they added up, and is the result of that used?": (
             "return all_reduce(summand) -> return summand",
             "return all_reduce(summand) -> all_reduce(summand.clone()); return summand"),
-        "ids are those of the model, and yours are taken for a rank's own: which expert is the first one here?":
+        "ids count the experts of the whole model, not those of this rank: which expert is the first one here?":
             "ids == expert -> ids == local",
         "no weight is in it: each expert's output is multiplied by its weight": " * weights[rows, place, None] -> ",
         "gate and up are exchanged: which half of gate_up goes through silu?": "gate, up = -> up, gate =",
         "gate and up are both put through silu; only gate is": "F.silu(gate) * up -> F.silu(gate) * F.silu(up)",
         "the weights of another choice are taken: place says where in ids the expert stands":
             "weights[rows, place, None] -> weights[rows, :1]",
+        "rows of tokens that did not choose an expert are computed, too: take only those that did":
+            "(x[rows] @ gate_up[local].T).chunk(2, dim=-1) -> (x @ gate_up[local].T)[rows].chunk(2, dim=-1)",
         "where a token has two experts on a rank, the second overwrites the first: add them up":
             f"{_WEIGHED} -> summand[rows] = out * weights[rows, place, None]",
     }, "each token has its experts' sum, with one all_reduce and no row too many; on {ranks}, the model agrees with "

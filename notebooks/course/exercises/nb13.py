@@ -212,6 +212,8 @@ EXERCISES = [
     Exercise("13", my_reduce_scatter, summands, {
         "each rank returns its own summand of its rows: where are the others' added?":
             "range(len(sizes) - 1) -> range(0) ;; rank() - 1 -> rank()",
+        "pass_on gives what the rank before has sent: which of your rows belong to what arrives?":
+            "at -= 1 -> at += 1 ;; rank() - 1 -> rank() + 1",
         "each rank ends with the sum of another rank's rows: with whose rows must a rank begin?":
             "at = x.split(sizes), rank() - 1 -> at = x.split(sizes), rank()",
     }, "every rank returns the sum of its rows, and no row is sent twice; on {ranks}, with an all-gather "
@@ -227,6 +229,9 @@ EXERCISES = [
         "a rank goes on with its own summand of its rows: where are the others' added?":
             (f"{_ATTENDS} -> attention(all_gather(input_norm(own), 0, sizes)).split(sizes)[rank()]",
              f"{_MLP} -> mlp(all_gather(post_norm(own), 0, sizes)).split(sizes)[rank()]"),
+        "rows of different tokens are added up: all_reduce adds what each rank has in the same place": (
+            f"{_ATTENDS} -> all_reduce(attention(all_gather(input_norm(own), 0, sizes)).split(sizes)[rank()])",
+            f"{_MLP} -> all_reduce(mlp(all_gather(post_norm(own), 0, sizes)).split(sizes)[rank()])"),
         "a norm is given all rows, of which a rank keeps its own: normalise before you gather": (
             "all_gather(input_norm(own), 0, sizes) -> input_norm(all_gather(own, 0, sizes))",
             f"own = own + {_ATTENDS} -> own = all_gather(own, 0, sizes); "

@@ -154,6 +154,9 @@ EXERCISES = [
             "2 * moved -> moved",
         "the margin of the two largest logits is taken: which tokens did the two runs choose?":
             "abs(exact[place, first[place]] - exact[place, second[place]]) -> exact[place].topk(2).values.diff().abs()",
+        "the margin is taken in logits, which are rounded: that of the exact ones says how near the tie is":
+            "abs(exact[place, first[place]] - exact[place, second[place]]) -> "
+            "abs(logits[place, first[place]] - logits[place, second[place]])",
         "rounding is measured in other rows, too: only the row where the texts differ first counts":
             f"{_MOVED} -> (logits - exact).abs().max()",
         "the changes of the two tokens are measured: any logit of the row says how far rounding can move one":
@@ -163,8 +166,9 @@ EXERCISES = [
     }, "near ties, and differences that no rounding explains; and on {ranks}, a healthy engine's texts are told from a "
        "broken one's", verdicts, engine=healthy_or_broken),
     Exercise("14", my_ordered_sum, leaves_of_ranks, {
-        "each rank adds up its own leaves first: how many these are decides the order":
+        "each rank adds up its own leaves first: how many these are decides the order": (
             f"{_GATHERED} -> all_reduce(leaves.sum(0))[None]",
+            f"{_GATHERED} -> all_gather(leaves.sum(0)[None], dim=0)"),
         "only the leaves of this rank are added": f"{_GATHERED} -> leaves",
         "the ranks add in different orders: all of them must add in the same one":
             f"{_GATHERED} -> {_GATHERED}.roll(-sum(sizes[:rank()]), 0)",
