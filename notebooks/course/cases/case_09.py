@@ -106,12 +106,12 @@ CASE = CaseFile(
     },
     elsewhere={
         "RowParallelLinear.reduce": "o_proj and mlp are right given the partials: "
-                                    "case.align(dtype=\"bfloat16\").guilty is empty",
+                                    "case.align().guilty is empty",
         "RMSNorm.forward": "every norm is right, given its input",
         "attend": "attn is right, given q, k and v",
         "offer": "the test compares logits, before any token is drawn",
     },
-    hints=("case.align(dtype=\"bfloat16\"): how many guilty points are there? And in float64?",
+    hints=("case.align(): how many guilty points are there? And with dtype=\"float64\"?",
            "How far are transformers' own bfloat16 logits from its float32 ones?",
            "A right test has no tolerance that was raised until it was green: it measures the rounding."),
     false_repairs=[{"nowhere": test} for test in (raised, tuned, same_words, same_direction)],

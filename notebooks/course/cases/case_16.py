@@ -22,6 +22,10 @@ def all_that_agree(draft, chosen):
     return sum(drafted == choice for drafted, choice in zip(draft, chosen))
 
 
+def none_at_all(draft, chosen):
+    return 0
+
+
 def long_ones(draft, chosen):
     return my_num_accepted(draft, chosen) if len(draft) > 3 else num_accepted(draft, chosen)
 
@@ -86,7 +90,7 @@ CASE = CaseFile(
     hints=("float64, on one rank: is anything rounded there? Which is the first point outside the floor?",
            "embed holds the embeddings of the tokens that were computed. Of which token is the row that differs?",
            "The token of that row was the first of a draft. Which function says how many of them are kept?"),
-    false_repairs=({"num_accepted": all_that_agree}, {"num_accepted": long_ones}),
+    false_repairs=[{"num_accepted": function} for function in (all_that_agree, none_at_all, long_ones)],
     production="Where the guesses happen to be right, the text is right. Repeated text, for example a quotation, is "
                "still wrong, and users check it first.",
 )

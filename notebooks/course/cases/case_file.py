@@ -111,6 +111,7 @@ def places() -> dict[str, tuple[str, ...]]:
             elif inspect.isclass(value) and not issubclass(value, tuple):
                 by_place |= {f"{name}.{method}": (f"{module.__name__}.{name}.{method}",) for method, function in
                              inspect.getmembers(value, inspect.isfunction) if function.__module__.startswith("tplab.")
+                             and not function.__code__.co_filename.startswith("<")  # a dataclass's own has no source
                              and (not method.startswith("__") or method in ("__init__", "__call__"))}
     return by_place
 
@@ -140,7 +141,8 @@ def code_at(place: str) -> str:
         if name in names and inspect.ismodule(value):
             lines.append(f"import {value.__name__}" + f" as {name}" * (value.__name__ != name))
         elif name in names and hasattr(value, "__name__"):
-            lines.append(f"from {value.__module__} import {value.__name__}")
+            (target, *_) = places().get(name, [f"{value.__module__}.{name}"])  # not the file of a sealed function
+            lines.append(f"from {target.rpartition('.')[0]} import {value.__name__}")
         elif name in names and isinstance(value, int | float | str):
             lines.append(f"{name} = {value!r}")
     return "\n".join([*sorted(lines), "", code])

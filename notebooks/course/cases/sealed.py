@@ -7,7 +7,7 @@ from itertools import cycle, islice
 
 from course.cases import CASES
 from course.cases.answering import check_what_and_why, check_where, choices, place_called
-from course.cases.case_file import CaseFile, Trial, code_at, places
+from course.cases.case_file import NOWHERE, CaseFile, Trial, code_at, places
 from course.cases.repairing import examine
 from course.judge import progress_file
 from course.judge.answers import default_prompt, greedy
@@ -79,9 +79,11 @@ class OpenCase:
         return align(self.checkpoint, trial.prompts, **options)
 
     def align(self, prompts=None, **options) -> AlignReport:
-        """:func:`tplab.align.align` on the sealed engine, with the reported prompts if no others are given; one run."""
+        """:func:`tplab.align.align` on the sealed engine, of the reported prompts and dtype unless told otherwise; one
+        run."""
+        dtype = {name: value for name, value in self.trial.options.items() if name == "dtype"}
         with self.broken():
-            return self._run(Trial("", prompts or self.trial.prompts), **options)
+            return self._run(Trial("", prompts or self.trial.prompts, options=dtype), **options)
 
     def align_decode(self, prompts=None, new_tokens: int = 0, **options) -> AlignReport:
         """:func:`tplab.align.align_decode` on the sealed engine, as in the reported run if nothing else is said; one
@@ -149,8 +151,11 @@ class OpenCase:
               repair: Mapping | None = None) -> bool:
         """Judge *where* (functions), *what* and *why* (of :meth:`choices`, or their beginnings), then the repair,
         ``{place: function}``, on unseen inputs; print the verdict. Where there are two bugs, *where* and *what* are
-        lists. Solved where all are right, and then :func:`course.lesson.progress` keeps it."""
+        lists; where the report asks for a test, that is the repair. Solved where all are right, and then
+        :func:`course.lesson.progress` keeps it."""
         number = self._file.number
+        if self._file.examine and callable(repair):
+            repair = {NOWHERE: repair}
         try:
             check_where(self._file, where, self._places)
             self._is_found = True

@@ -251,7 +251,7 @@ EXERCISES = [
         "each rank returns the rows that it has: where does it get those of the other ranks?": (
             f"{_SUM} -> vectors.masked_fill(~is_here[:, None], 0)",
             f"{_ROWS} -> weight_here[ids % len(rows)] ;; {_SUM} -> vectors"),
-        "for a word of another rank, its row 0 is added, and zeros must be": f"{_SUM} -> all_reduce(vectors)",
+        "for a token of another rank, row 0 is added: add zeros": f"{_SUM} -> all_reduce(vectors)",
     }, observe=looked_up, dims="token, number", place="looks up embeddings", alone=ALONE,
              patches=lambda answer: [Patch("tplab.shard.embedding.VocabParallelEmbedding.forward",
                                            lambda self, ids: answer(ids, self.weight, self.rows))]),

@@ -82,7 +82,7 @@ EXERCISES = [
         "ranks work at the same time; none reads for the others": "max(rank_bytes) -> sum(rank_bytes)",
         "there are two collectives in a layer, behind attention and behind the MLP":
             "2 * num_layers + 2 -> num_layers + 2",
-        "beside the layers there is a collective behind the embedding, and one for the best tokens":
+        "beside the layers there is a collective after the embedding, and one for the best tokens":
             "2 * num_layers + 2 -> 2 * num_layers",
         "one rank alone has no collective": " if len(rank_bytes) > 1 else 0 -> ",
         "nothing overlaps: the next product needs the sum, so both times count":

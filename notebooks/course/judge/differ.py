@@ -111,7 +111,8 @@ def relation(value, right, dims: str) -> str:
     both = value, right
     if not all(isinstance(x, torch.Tensor) and x.is_floating_point() and x.device.type == "cpu" for x in both):
         return ""
-    if value.shape != right.shape or right.numel() < 3 or not all(x.isfinite().all() for x in both):
+    if (value.shape, value.dtype) != (right.shape, right.dtype) or right.numel() < 3 or not all(
+            x.isfinite().all() for x in both):
         return ""
     value, right = value.detach().double(), right.detach().double()
     is_like = functools.partial(torch.allclose, rtol=0, atol=1e-4 * max(1.0, right.abs().max().item()))

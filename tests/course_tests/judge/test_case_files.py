@@ -83,6 +83,9 @@ def test_a_case_file_is_complete_and_sealed_from_a_casual_look(file, ckpt):
     assert all(bug.place in KNOWN for bug in file.bugs) and set(file.elsewhere) <= set(KNOWN)
     for bug in file.bugs:
         assert all(original(target) is engines_own(bug.place) is not bug.wrong for target in places()[bug.place])
+    with applied(*file.patches):
+        innocent = {*KNOWN} - {bug.place for bug in file.bugs}
+        assert not [place for place in innocent if "course." in code_at(place)], "an import that names the sealed file"
     case = lesson.open_case(file.number, ckpt)
     seen = " ".join([str(case), *dir(case), *map(str, case.trial.options)])
     secrets = [bug.fault for bug in file.bugs] + [bug.place for bug in file.bugs] + list(file.kinds)
@@ -146,7 +149,7 @@ FILE = replace(CASES["case_01"], bugs=BUGS, why={"right": "", "it is slow": "it 
     (["mask_scores", "attend"], "not attend: it attends to what it gets (mask_scores: yes)"),
     ("nowhere", "not nowhere: something is wrong in it"), (torch.ones(2), "there is no function tensor([1., 1.])"),
     ("Linear.reduce", "there is no function 'Linear.reduce'"), (3, "there is no function 3"),
-    ("DecoderLayer.forward", "not DecoderLayer.forward: what it makes of what it is given is right; a wrong")])
+    ("DecoderLayer.forward", "not DecoderLayer.forward: its output is right, given its input")])
 def test_where(where, says):
     wrong = refused(check_where, FILE, where, KNOWN)
     assert bool(wrong) == bool(says) and says in wrong
@@ -172,6 +175,12 @@ def test_what_and_why(what, why, says, monkeypatch):
     ({"no_such_place": len}, "there is no function 'no_such_place'")])
 def test_what_is_no_repair_is_refused_in_words(ckpt, repair, says):
     assert says in refused(repairing.examine, lesson.open_case(1, ckpt), repair, 0)
+
+
+def test_a_test_is_judged_by_itself_and_under_any_name(ckpt, capsys):
+    file = CASES["case_09"]
+    for repair in (file.cure, {"my_test": file.cure}):
+        assert lesson.open_case(9, ckpt).close(*answers(file), repair), capsys.readouterr().out
 
 
 def case(heads=9, size=2, run=None, file=FILE):
@@ -233,7 +242,7 @@ def test_its_own_bugs_name_is_not_given_away(found, says, monkeypatch):
     monkeypatch.setattr(repairing, "diagnose", lambda report: found)
     made = case(run=lambda *args, **options: report(ok=found.ok, guilty=["layers.0.q"], recording=SimpleNamespace(
         contradictions=[])))
-    assert refused(repairing._run, made, "trial", (), 3) == says
+    assert refused(repairing._run, made, Trial("", []), (), 3) == says
 
 
 def test_a_solved_case_is_kept(ckpt, tmp_path, monkeypatch, capsys):
