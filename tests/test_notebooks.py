@@ -46,6 +46,7 @@ stubs, on three ranks and in a foreign working folder, and wants every check to 
 
 import ast
 import asyncio
+import itertools
 import re
 import statistics
 import symtable
@@ -211,6 +212,8 @@ def test_stored_as_executed_once_from_the_top(path):
     assert all(of_cell == of_output for of_cell, of_output in counts)
     assert not {"widgets", "papermill"} & set(notebook.metadata), "widget state or a papermill run is stored"
     assert not [cell for cell in notebook.cells if "execution" in cell.metadata], "timings are stored"
+    assert not [cell.id for cell in cells for pair in itertools.pairwise(cell.outputs) if all(
+        output.get("name") == "stdout" for output in pair)], "what is printed is in pieces"
 
 
 @each_notebook

@@ -18,7 +18,20 @@ def stored(notebook, folder: Path):
     notebook, _ = run.preprocess(notebook, {"metadata": {"path": str(folder)}})
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
+        if "outputs" in cell:
+            cell.outputs = joined(cell.outputs)
     return without_live_views(notebook)
+
+
+def joined(outputs: list) -> list:
+    """Outputs in which what is printed without a break is one stream: a kernel sends it in pieces as time passes."""
+    kept: list = []
+    for output in outputs:
+        if kept and output.output_type == kept[-1].output_type == "stream" and output.name == kept[-1].name:
+            kept[-1].text += output.text
+        else:
+            kept.append(output)
+    return kept
 
 
 def without_live_views(notebook):
