@@ -119,6 +119,11 @@ def test_magnitudes(value, words):
     assert show.magnitude(value, floor=0) == words
 
 
+@pytest.mark.parametrize("value", [0, 1e-7, 1e-6, 9e-5])
+def test_what_can_be_rounding_is_only_below_a_power_of_ten(value):
+    assert show.magnitude(value) == "less than 1e-4" and show.magnitude(value / 100, floor=2e-7) == "less than 1e-6"
+
+
 def test_points_of_a_layer_show_the_signature_of_a_wrong_position():
     figure = show.points_figure(make_report({"layers.1.q_rope": 0.5}))
     assert figure._suptitle.get_text() == "Layer 1: after RoPE Q and K differ, while V matches: an error of position"
