@@ -285,6 +285,9 @@ EXERCISES = [
             "torch.arange(start, len(k))[:, None] -> torch.arange(len(q))[:, None]",
         "the cache is not used: where are the keys and values of earlier tokens?":
             "torch.cat([self.k, k]), torch.cat([self.v, v]) -> k, v ;; start = len(self.k) -> start = 0",
+        "a query head reads another KV head than kv_for_q says: the rank's heads may not divide": (
+            "self.here.kv_for_q -> [i * self.k.shape[1] // q.shape[1] for i in range(q.shape[1])]",
+            "self.here.kv_for_q -> [i % self.k.shape[1] for i in range(q.shape[1])]"),
         "the two norms have changed places": "self.norm1, self.norm2 -> self.norm2, self.norm1",
         "hidden comes back as it went in": "def __call__(self, hidden, cos, sin, point): -> "
             "def __call__(self, hidden, cos, sin, point): return hidden\n    def other(self, hidden, cos, sin, point):",
