@@ -143,7 +143,7 @@ EXERCISES = [
     }, "on {ranks}, an engine on your cache computes what one pass over the text computes", used, within=0,
              engine=engine_on_it, dims="token, KV head, number"),
     Exercise("04", my_attend, attentions, {
-        "query heads 0 and 1 belong to the same KV head, neighbours do: in which order must the copies lie?":
+        "query heads 0 and 1 read the same KV head, as neighbours do: in which order must the copies lie?":
             "k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1) -> k.repeat(1, group, 1, 1), "
             "v.repeat(1, group, 1, 1)",
         "the scores are not multiplied with scaling": "* scaling -> ",
