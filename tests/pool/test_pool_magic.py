@@ -66,7 +66,8 @@ def test_size_and_timeout(cell):
     assert cell("%%ranks 3\nworld_size()")[0] == "[rank 0] 3\n[rank 1] 3\n[rank 2] 3\n"
     shared_pool(3).close()
     _, error = cell("%%ranks --timeout 0.3\nwhile True:\n    pass")
-    assert str(error).startswith("not finished after 0.3 s: rank 0 is still running at")
+    # On a busy machine a rank may not have begun by then, and cannot say where it runs.
+    assert str(error).startswith("not finished after 0.3 s: rank 0 is still running")
     _, error = cell("%%ranks --speed 3\n1")
     assert "usage: %%ranks [SIZE] [--timeout SECONDS]" in str(error)
     _, error = cell('%%ranks "3\n1')
