@@ -1,7 +1,7 @@
 """``OpenCase``: a case as its learner has it: a sealed engine, the instruments on it, and runs that are counted."""
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import cycle, islice
 
@@ -148,7 +148,7 @@ class OpenCase:
         print(choices(self._file, self._is_found))
 
     def close(self, where: str | Sequence[str] = "", what: str | Sequence[str] = "", why: str = "",
-              repair: Mapping | None = None) -> bool:
+              repair: Mapping | Callable | None = None) -> bool:
         """Judge *where* (functions), *what* and *why* (of :meth:`choices`, or their beginnings), then the repair,
         ``{place: function}``, on unseen inputs; print the verdict. Where there are two bugs, *where* and *what* are
         lists; where the report asks for a test, that is the repair. Solved where all are right, and then

@@ -44,14 +44,15 @@ class Outcome:
     kind: str = ""  # "raised ValueError", "waiting", "running"; of NotYet its words; the empty string without an error
 
     def wrong(self) -> list[tuple[int, Seen, str]]:
-        """Of each rank the first thing seen that is not as it must be: the rank, that, and how it differs."""
+        """Of each rank the first thing seen that is not as it must be: the rank, that, and how it differs. What was
+        seen earliest comes first: the rest may follow from it."""
         wrong = []
         for r, mine in enumerate(self.seen):
-            pairs = ((seen, differs(seen.value, seen.must, self.exercise.within, self.exercise.dims, seen.what))
-                     for seen in mine)
-            first = next((pair for pair in pairs if pair[1]), None)
-            wrong += [(r, *first)] if first else []
-        return wrong
+            differing = ((n, r, seen, says) for n, seen in enumerate(mine) if (says := differs(
+                seen.value, seen.must, self.exercise.within, self.exercise.dims, seen.what)))
+            if first := next(differing, None):
+                wrong.append(first)
+        return [(r, seen, says) for _, r, seen, says in sorted(wrong, key=lambda first: first[:2])]
 
     def is_right(self) -> bool:
         return not self.kind and not self.wrong()

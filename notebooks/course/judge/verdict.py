@@ -141,9 +141,7 @@ def described(mine: Outcome, example: Example) -> tuple[list[str], bool]:
     if mine.kind:
         lines = mine.error.splitlines()
         return lines + [f"It was called with {called_with}"] * (CALLED not in mine.error and len(lines) < 3), False
-    # What was seen first, on whichever rank: the rest may follow from it.
-    wrong = sorted(mine.wrong(), key=lambda wrong: (
-        wrong[1].what == COLLECTIVES, [thing is wrong[1] for thing in mine.seen[wrong[0]]].index(True)))
+    wrong = sorted(mine.wrong(), key=lambda rank: rank[1].what == COLLECTIVES)
     _, seen, says = wrong[0]
     ranks = ranks_in_words([r for r, other, theirs in wrong if other.what == seen.what and theirs == says],
                            example.ranks)
