@@ -56,6 +56,11 @@ def no_sum(model, weights):
         layer.self_attn.o_proj.reduce = False
 
 
+def summed_in_decode_only(model, weights):
+    for layer in model.model.layers:
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda o, args: setattr(o, "reduce", len(args[0]) <= 2))
+
+
 def embedding_not_summed(model, weights):
     model.model.embed_tokens.forward = unsummed(model.model.embed_tokens)
 
@@ -202,6 +207,7 @@ BUGS = {
     "logits joined in reverse order": Bug(Set(Reversed, LINES), "head_rows", "logits"),
     "keys and values exchanged": Bug(Set(VllmLike, FLAT, attention(lambda q, k, v: (q, v, k))), None, "layers.0.attn"),
     "no all-reduce": Bug(Set(VllmLike, FLAT, no_sum), "all_reduce_missing", "layers.0.o_proj"),
+    "no all-reduce in prompts": Bug(Set(VllmLike, FLAT, summed_in_decode_only), "all_reduce_missing", "layers.0.o_proj"),
     "rank 0's KV heads on all": Bug(Set(HfLike, LINES, options=FIRST), "kv_first_rows", "layers.0.k", (1,)),
     "rank 0's KV heads on all, bfloat16": Bug(Set(HfLike, LINES, options=FIRST | dict(dtype=torch.bfloat16)),
                                               "kv_first_rows", "layers.0.k", (1,)),

@@ -21,6 +21,7 @@ from tplab.align.replay import Replay
 from tplab.checkpoint import Checkpoint
 from tplab.shard import ShardPlan
 
+NEAR = 0.02  # of a row's length: more than bfloat16 rounds, far less than a rank's share of a sum
 KEPT = 60  # points whose tensors are kept in memory: those of some three layers
 
 
@@ -87,7 +88,8 @@ class _Placement:
 
     def settle_sums(self, ckpt: Checkpoint) -> ShardPlan:
         """Decide of row-parallel layers' outputs whether they are summands or sums, and how experts are dealt out: a
-        replay of what goes into them says to which they are nearer. Returns the plan."""
+        replay of what goes into them says to which they are nearer. One row that is the sum on every rank decides:
+        the others were not summed. Returns the plan."""
         stages, points = self.sources.stages, point_names(self.config, gate_up=True)
         asked = [(role, names, source, f"layers.{i}") for i in range(self.config.num_layers)
                  for role, names in SUMS.items() for source in self.sources.of(f"layers.{i}.{role}")]
@@ -107,10 +109,11 @@ class _Placement:
                 continue
             if role == "experts" and self._is_added_up_later(source, at):
                 names = names[:1]
-            far = {(n, point): self._distance(replay, source, f"{at}.{point}")
+            far = {(n, point): self._distances(replay, source, f"{at}.{point}")
                    for n, replay in enumerate(replays) for point in names}
-            n, point = min(far, key=far.get)
-            if far[n, point] < float("inf"):  # else all is NaN here
+            summed = [key for key in far if key[1] != names[0] and far[key][1] < NEAR]
+            n, point = min(summed or far, key=lambda key: far[key][0])
+            if far[n, point][0] < float("inf"):  # else all is NaN here
                 self.shares.summands[source.pattern, role] = point == names[0]
                 if point == names[0]:  # a sum is the same however the experts are dealt out
                     plan = plans[n]
@@ -130,16 +133,21 @@ class _Placement:
                    for block in self.sources.of(f"{at}.down") for rank in self.sources.complete(block))
 
     @torch.inference_mode()
-    def _distance(self, replay: Replay, source: Source, name: str) -> float:
-        """How far a source is from a point of a replay, on the average of the ranks; rows of NaN say nothing."""
-        distances = []
+    @torch.inference_mode()
+    def _distances(self, replay: Replay, source: Source, name: str) -> tuple[float, float]:
+        """How far a source's rows are from a point of a replay: the usual row on the average of the ranks, and the
+        row that is nearest on all of them. Rows of NaN say nothing."""
+        off = []
         for rank in self.sources.complete(source):
             held, right = self.sources.rows(source, rank), replay.made(name)[rank].get(name)
             if held is not None and right is not None and held.shape == right.shape:
-                known = held.isfinite().all(1) & right.isfinite().all(1)
-                off = (held - right)[known].norm(dim=1) / right[known].norm(dim=1).clamp(min=1e-30)
-                distances += [off.median().item()] * bool(known.any())
-        return sum(distances) / len(distances) if distances else float("inf")
+                off.append((held - right).norm(dim=1) / right.norm(dim=1).clamp(min=1e-30))
+        known = [rows[rows.isfinite()] for rows in off if rows.isfinite().any()]
+        if not known:
+            return float("inf"), float("inf")
+        alike = len({len(rows) for rows in off}) == 1
+        worst = torch.stack(off).amax(0).nan_to_num(nan=float("inf")) if alike else torch.tensor([float("inf")])
+        return sum(rows.median().item() for rows in known) / len(known), worst.min().item()
 
     def recording(self) -> Recording:
         sources = self.sources
