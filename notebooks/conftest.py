@@ -1,7 +1,10 @@
-"""For ``pytest --nbval``: a kernel is started again if another program has taken one of its ports."""
+"""For ``pytest --nbval``: kernels start at once, and again if another program has taken one of their ports."""
 
 import nbval.kernel
 
+from course.lab.warm import use_warm_kernels
+
+use_warm_kernels()
 _start = nbval.kernel.start_new_kernel
 
 

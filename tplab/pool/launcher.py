@@ -19,7 +19,7 @@ from tplab.checkpoint.names import cache_dir
 from tplab.pool import worker
 from tplab.ranks.errors import RankError
 
-_PRELOAD = ["tplab.pool.before_imports", "torch", "cloudpickle", "tplab.pool.preload"]
+PRELOAD = ["tplab.pool.before_imports", "torch", "cloudpickle", "tplab.pool.preload"]
 _lock = threading.Lock()
 
 
@@ -50,18 +50,18 @@ def _process(spec: worker.Spec):
     linux = sys.platform.startswith("linux")
     context = mp.get_context("forkserver" if linux else "spawn")
     process = context.Process(target=worker.main, args=(spec,), name=f"tplab-rank-{spec.rank}", daemon=True)
-    with closing(spec), _lock, _without_main():
+    with closing(spec), _lock, without_main():
         cache_dir()  # where there is no home folder, the ranks use this process's temporary one
-        _start_tracker()
+        start_tracker()
         # A new process inherits what this thread blocks: Ctrl-C would end the fork server before it can ignore it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         if linux:
-            context.set_forkserver_preload(_PRELOAD)
+            context.set_forkserver_preload(PRELOAD)
         process.start()
     return process
 
 
-def _start_tracker() -> None:
+def start_tracker() -> None:
     """Start multiprocessing's resource tracker, which ignores SIGTERM, in a session of its own: a Jupyter kernel that
     shuts down waits for seconds until all children in its process group have ended."""
     def apart(path, args, passfds):
@@ -78,7 +78,7 @@ def _start_tracker() -> None:
 
 
 @contextmanager
-def _without_main():
+def without_main():
     """Keep a rank from importing the learner's script; functions are sent by value.
 
     multiprocessing runs the parent's main module again in every child. A script without an

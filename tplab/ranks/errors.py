@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from tplab.checks import number, quoted
 from tplab.errors import TplabError
-from tplab.ranks.oplog import is_machinery
+from tplab.ranks.oplog import RANKS_BEGINNING, is_machinery
 
 
 def seconds(timeout) -> float:
@@ -202,5 +202,6 @@ def _cell(record, cause) -> str:
 
 def learner_frames(frames) -> list[Frame]:
     """The stack without frames of machinery, outermost first; if nothing is left, its innermost line."""
-    shown = [frame for frame in frames if not is_machinery(frame.file)]
+    begun = max((at for at, frame in enumerate(frames) if frame.file == RANKS_BEGINNING), default=-1)
+    shown = [frame for frame in frames[begun + 1:] if not is_machinery(frame.file)]
     return shown[-12:] or list(frames[-1:])

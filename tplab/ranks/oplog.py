@@ -176,6 +176,7 @@ _LIBRARY = os.path.dirname(os.__file__)
 _MACHINERY = tuple(os.path.join(folder, "") for folder in (
     *(os.path.join(_PACKAGE, room) for room in ("ranks", "pool", "shard")), os.path.dirname(torch.__file__),
     os.path.join(_LIBRARY, "multiprocessing")))
+RANKS_BEGINNING = os.path.join(_PACKAGE, "pool", "worker.py")  # what called this started the process
 _MACHINERY_FILES = (os.path.join(_LIBRARY, "threading.py"), "<string>", "<frozen runpy>")
 
 

@@ -5,8 +5,8 @@
 
 import ast
 import os
-import sys
 import time
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import datetime
 from pathlib import Path
 
@@ -17,6 +17,11 @@ from tplab.errors import TplabError
 FOLDER = Path(__file__).resolve().parents[2]
 # A cell that hangs fails its notebook and the batch goes on. Ranks have a shorter timeout of their own.
 SECONDS_PER_CELL = 900
+AT_ONCE = 2
+# Two at a time have one thread in each process: with more, threads wait for each other's cores.
+BESIDE_OTHERS = {"OMP_NUM_THREADS": "1"}
+# These time this machine, so nothing runs beside them.
+TIMING = ("08_when_ranks_hang", "10_beside_its_peers", "13_do_not_wait")
 STOPPED = "stopped by Ctrl-C"
 # Each kernel would warn on the terminal that its (loopback, signed) connection is not encrypted, and say when it is
 # stopped.
@@ -114,22 +119,72 @@ def results_folder(out: str | None, notebooks: list[Path]) -> Path:
     return folder
 
 
-def run_notebook(notebook: Path, parameters: dict, target: Path) -> Outcome:
-    """Execute ``notebook`` into the file ``target``; whatever happens inside it becomes an `Outcome`."""
-    import papermill
+class _Batch:
+    """Notebooks that run into a folder, each in a kernel of its own."""
 
-    started, failure = time.perf_counter(), None
-    try:
-        papermill.execute_notebook(
-            notebook, target, parameters=parameters, cwd=notebook.parent,
-            execution_timeout=SECONDS_PER_CELL, progress_bar=sys.stderr.isatty(), extra_arguments=QUIET_KERNEL)
-    except papermill.PapermillExecutionError as error:
-        failure = f"cell [{error.exec_count}]: {': '.join([error.ename, *error.evalue.strip().splitlines()[:1]])}"
-    except KeyboardInterrupt:
-        failure = STOPPED
-    except Exception as error:  # a kernel that died or is missing, a cell that timed out: the other notebooks still run
-        failure = f"{type(error).__name__}: {_first_line(error)}"
-    return Outcome(notebook, target, time.perf_counter() - started, failure)
+    def __init__(self, notebooks: list[Path], parameters: dict[Path, dict], folder: Path):
+        self.notebooks, self.parameters, self.folder = notebooks, parameters, folder
+        self.kernels: list = []  # Jupyter's managers of them
+        self.stopped = False
+
+    def outcomes(self, failures: dict[Path, str]) -> list[Outcome]:
+        """Run all; after Ctrl-C only what has begun has an outcome. ``failures``: of those that cannot be run."""
+        runs: dict[Path, Future] = {}
+        for at_once, is_chosen in (AT_ONCE, False), (1, True):
+            with ThreadPoolExecutor(at_once) as threads:
+                runs |= {notebook: threads.submit(self._run, notebook, failures.get(notebook))
+                         for notebook in self.notebooks if (notebook.stem in TIMING) is is_chosen}
+                try:
+                    wait(runs.values())
+                except KeyboardInterrupt:
+                    self.stopped = True
+                    for kernel in self.kernels:
+                        _end(kernel)
+        return [outcome for notebook in self.notebooks if (outcome := runs[notebook].result())]
+
+    def _run(self, notebook: Path, failure: str | None) -> Outcome | None:
+        """None if it has not begun before Ctrl-C."""
+        if self.stopped:
+            return None
+        name = f"[{self.notebooks.index(notebook) + 1}/{len(self.notebooks)}] {notebook.stem}"
+        _say(f"{name} ...")
+        started, target = time.perf_counter(), self.folder / notebook.name
+        failure = failure or self._failure(notebook, target)
+        outcome = Outcome(notebook, target, time.perf_counter() - started, STOPPED if self.stopped else failure)
+        _say(f"{name}: {outcome.failure or 'passed'}, {outcome.seconds:.1f} s")
+        return outcome
+
+    def _failure(self, notebook: Path, target: Path) -> str | None:
+        """Execute ``notebook`` into the file ``target``; whatever stops it, in a line."""
+        import papermill
+        from jupyter_client import AsyncKernelManager
+
+        class Manager(AsyncKernelManager):
+            async def start_kernel(manager, **kwargs):
+                settings = {} if notebook.stem in TIMING else BESIDE_OTHERS
+                await super().start_kernel(**kwargs | {"env": settings | os.environ | kwargs.get("env", {})})
+                self.kernels.append(manager)
+                if self.stopped:
+                    _end(manager)
+
+        try:
+            papermill.execute_notebook(
+                notebook, target, parameters=self.parameters[notebook], cwd=notebook.parent, progress_bar=False,
+                execution_timeout=SECONDS_PER_CELL, extra_arguments=QUIET_KERNEL, kernel_manager_class=Manager)
+        except papermill.PapermillExecutionError as error:
+            return f"cell [{error.exec_count}]: {': '.join([error.ename, *error.evalue.strip().splitlines()[:1]])}"
+        except Exception as error:  # a kernel that died or is missing, a cell that timed out: the other notebooks run
+            return f"{type(error).__name__}: {_first_line(error)}"
+        return None
+
+
+def _say(line: str) -> None:
+    print(f"{line}\n", end="", flush=True)  # in one piece: two threads print
+
+
+def _end(kernel) -> None:
+    if process := getattr(kernel.provisioner, "process", None):
+        process.kill()
 
 
 def _first_line(error: Exception) -> str:
@@ -148,16 +203,11 @@ def run(names: list[str], parameters: list[tuple[str, str]], out: str | None) ->
     for values in assigned.values():
         if "model" in values:
             values["model"] = _model_at_hand(values["model"])
-    folder, outcomes = results_folder(out, notebooks), []
-    for at, notebook in enumerate(notebooks, 1):
-        print(f"[{at}/{len(notebooks)}] {notebook.stem} ...", flush=True)
-        target = folder / notebook.name
-        outcome = (Outcome(notebook, target, 0.0, failures[notebook]) if notebook in failures
-                   else run_notebook(notebook, assigned[notebook], target))
-        outcomes.append(outcome)
-        print(f"      {outcome.failure or 'passed'}, {outcome.seconds:.1f} s", flush=True)
-        if outcome.failure == STOPPED:
-            break
+    from course.lab.warm import use_warm_kernels
+
+    folder = results_folder(out, notebooks)
+    use_warm_kernels()
+    outcomes = _Batch(notebooks, assigned, folder).outcomes(failures)
     return outcomes, write_report(outcomes, dict(parameters), folder)
 
 

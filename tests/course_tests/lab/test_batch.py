@@ -3,6 +3,10 @@
 import json
 import os
 import re
+import signal
+import subprocess
+import sys
+import time
 
 import nbformat
 import pytest
@@ -47,6 +51,21 @@ def test_one_failure_does_not_stop_the_rest_and_every_notebook_is_reported(done)
     index = (place / "out/index.html").read_text()
     assert "2 of 3 failed" in index and "cell [1]: ValueError: no &lt;head&gt;" in index
     assert "failed: not a notebook: " in index and 'href="good.html"' in index and 'href="none.html"' not in index
+
+
+def test_after_ctrl_c_what_has_begun_is_reported_and_nothing_else_begins(tmp_path):
+    notebooks = [write_notebook(tmp_path / f"{name}.ipynb", f"open('began-{name}', 'w').close()", "import time",
+                                "time.sleep(600)") for name in "abc"]
+    batch_run = subprocess.Popen([sys.executable, "-m", "course", "run", *notebooks, "--out", tmp_path / "out"],
+                                 stdout=subprocess.PIPE, text=True)
+    assert {batch_run.stdout.readline(), batch_run.stdout.readline()} == {"[1/3] a ...\n", "[2/3] b ...\n"}
+    while not all((tmp_path / f"began-{name}").exists() for name in "ab"):
+        assert batch_run.poll() is None
+        time.sleep(0.05)
+    batch_run.send_signal(signal.SIGINT)
+    said = batch_run.communicate(timeout=60)[0]
+    assert batch_run.returncode == 130 and said.count(batch.STOPPED) == 2 and "[3/3]" not in said
+    assert sorted(os.listdir(tmp_path / "out")) == ["a.html", "a.ipynb", "b.html", "b.ipynb", "index.html"]
 
 
 def test_a_page_needs_no_network_and_links_only_to_pages_that_are_there(done):
