@@ -21,7 +21,7 @@ AT_ONCE = 2
 # Two at a time have one thread in each process: with more, threads wait for each other's cores.
 BESIDE_OTHERS = {"OMP_NUM_THREADS": "1"}
 # These time this machine, so nothing runs beside them.
-TIMING = ("08_when_ranks_hang", "10_beside_its_peers", "13_do_not_wait")
+TIMING = ("08_when_ranks_hang", "10_beside_its_peers")
 STOPPED = "stopped by Ctrl-C"
 # Each kernel would warn on the terminal that its (loopback, signed) connection is not encrypted, and say when it is
 # stopped.
