@@ -23,7 +23,7 @@ COURSE = ["random_weights", "contiguous_cache", "fable", "cost", "figures", "jud
 TOP_LEVEL = {"notebooks", "tplab", "tests", "environment.yml", "README.md", "README.zh-CN.md", "launch",
              "pyproject.toml", "LICENSE", "CHANGELOG.md", "CITATION.cff"}
 # Needed though no file imports them: to run the lab, and to test it.
-RUN_ONLY, TEST_ONLY = {"ipykernel", "jupyterlab"}, {"pytest_xdist", "ruff", "mypy"}
+RUN_ONLY, TEST_ONLY = {"jupyterlab"}, {"pytest_xdist", "ruff", "mypy"}
 
 
 def files_under_git():

@@ -35,7 +35,7 @@ AVX2 = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+sse,+sse2,+sse3,+ss
 ON_A_POOL = "tests/engine/test_engine_draft.py::test_on_real_ranks_and_the_fast_path"
 NBVAL = ["--nbval", *sorted(f"notebooks/{path.name}" for path in (ROOT / "notebooks").glob("*.ipynb"))]
 # Of each part: its settings of the environment, and what pytest is told.
-PARTS = {"unit tests and notebooks with their solutions": ({}, ["--no-loadscope-reorder", "tests"]),
+PARTS = {"unit tests and notebooks with their solutions": ({}, ["--no-loadscope-reorder", "-p", "no:nbval", "tests"]),
          "notebooks against their stored text": ({}, NBVAL)}
 FORMS = {"engine, held to AVX2": (AVX2, ["tests/fast", "tests/invariant", ON_A_POOL,
                                          "--ignore=tests/fast/test_fast_compiled.py"]),  # that file has its own forms

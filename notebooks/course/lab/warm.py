@@ -13,7 +13,8 @@ import multiprocessing as mp
 import os
 import signal
 import sys
-from contextlib import suppress
+import threading
+from contextlib import contextmanager, suppress
 from importlib.metadata import EntryPoint
 from multiprocessing import forkserver, resource_tracker, util
 
@@ -27,12 +28,13 @@ IMPORTED = ["tplab.pool.before_imports", "torch", "cloudpickle", "llvmlite.bindi
             "transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2", "pandas",
             "ipywidgets", "ipykernel.kernelapp", "ipykernel.zmqshell", __name__]
 _path = list(sys.path)  # in the process that imports them: a new interpreter's own
+_server, _lock = forkserver.ForkServer(), threading.Lock()  # not the one that this process's own ranks come from
 
 
 def use_warm_kernels() -> None:
     """From now on, Jupyter starts this process's kernels so."""
     if sys.platform.startswith("linux"):
-        mp.get_context("forkserver").set_forkserver_preload(IMPORTED)
+        _server.set_forkserver_preload(IMPORTED)
         factory = KernelProvisionerFactory.instance()
         factory.provisioners["warm"] = EntryPoint("warm", f"{__name__}:WarmProvisioner", factory.GROUP_NAME)
         factory.default_provisioner_name = "warm"
@@ -56,13 +58,8 @@ class _Kernel:
 
     def __init__(self, argv: list[str], env: dict[str, str], cwd: str):
         self.process = mp.get_context("forkserver").Process(target=_serve, args=(argv, env, cwd), daemon=True)
-        # Ctrl-C would end the process of the imports before it can ignore it.
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            with without_main():
-                self.process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        with _lock, _own_server(), without_main():
+            self.process.start()
         self.pid, self.kill, self.terminate = self.process.pid, self.process.kill, self.process.terminate
 
     def poll(self) -> int | None:
@@ -73,7 +70,20 @@ class _Kernel:
         return self.process.exitcode
 
     def send_signal(self, number: int) -> None:
-        os.kill(self.pid, number)
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+@contextmanager
+def _own_server():
+    usual, forkserver.connect_to_new_process = forkserver.connect_to_new_process, _server.connect_to_new_process
+    # Ctrl-C would end a server that has just begun, before it can ignore it.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+        forkserver.connect_to_new_process = usual
 
 
 def _serve(argv: list[str], env: dict[str, str], cwd: str) -> None:

@@ -41,12 +41,6 @@ def test_the_reference_is_the_notebooks_solution_word_for_word(name):
     assert inspect.getsource(EXERCISES[name].reference).rstrip() in SOLUTIONS[name]
 
 
-@pytest.mark.parametrize("name, size", [(name, 1 + number % 3) for number, name in enumerate(JUDGED)])
-def test_the_solution_of_the_notebook_passes(name, size, capsys):
-    assert judged(name, defined(SOLUTIONS[name], name), size).passed
-    assert capsys.readouterr().out.startswith(f"PASS  {name}: ")
-
-
 @pytest.mark.parametrize("name, options", [
     ("my_rope", {"dtype": "float64"}), ("my_attend", {"dtype": "float64"}), ("my_spread", {"prompt": ""}),
     ("my_moe", {"dtype": "bfloat16", "model": "fable-moe"})])
