@@ -2,6 +2,7 @@
 
 import ast
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -142,6 +143,20 @@ def test_repeated_heads_in_the_cache_fail_as_soon_as_it_is_read(without):
     assert "Sizes of tensors must match" in wrong.text
     masked = without("attention.extend_cache", "model.TensorParallelModel.generate")[0]
     assert masked.text == right.text, "a cache that is not read shows nothing"
+
+
+def every_head_on_every_rank(num_heads, num_kv_heads):
+    return 0, num_kv_heads, nb09.linear.share(num_heads)[1] // num_kv_heads
+
+
+@pytest.mark.parametrize("cure, heads, said", [
+    (nb09.kv_share, (8, 2), ""), (nb09.kv_share, (9, 3), ""), (nb09.linear.kv_share, (6, 6), ""),
+    (nb09.linear.kv_share, (8, 2), "on 3 ranks, rank 1's query heads read the KV heads [1, 1, 1], and [0, 1, 1] is"),
+    (every_head_on_every_rank, (9, 3), "on 2 ranks, rank 0's query heads read the KV heads [0, 1, 2], and [0, 0, 0, 1"),
+    (lambda *heads: None, (8, 2), "")])
+def test_the_first_rank_whose_share_of_kv_heads_is_wrong_is_named(cure, heads, said):
+    found = nb09.wrong_share(cure, SimpleNamespace(num_heads=heads[0], num_kv_heads=heads[1]))
+    assert said in found and bool(said) == bool(found), found
 
 
 def test_sizes_divided_and_multiplied_cancel_only_where_heads_divide(without, truth):

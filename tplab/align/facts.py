@@ -99,7 +99,8 @@ def stale_block_table(report: AlignReport) -> str:
 # What a sequence finds in a slot that holds no key of its own.
 STRANGE_READS = {
     "preempted_not_recomputed": "reads its token {position} from a block that it has just been given",
-    "prefix_hash_without_parent": "finds a block whose token {position} stands behind sequence {owner}'s beginning",
+    "prefix_hash_without_parent": "finds a block, from position {position} on, that was computed behind "
+    "sequence {owner}'s beginning",
     "rejected_draft_findable": "finds a block by tokens drafted for sequence {owner}; now it holds token {token} at "
     "position {position}",
     "cached_before_computed": "finds a block in which the key of token {position} was never computed"}

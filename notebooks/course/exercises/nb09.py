@@ -14,6 +14,7 @@ from course.judge.exercise import Exercise
 from course.judge.setting import in_learners_words
 from course.judge.words import NotYet, first_cause, in_words
 from tplab.errors import TplabError
+from tplab.shard import split_evenly
 
 if (_NOTEBOOKS := str(Path(__file__).resolve().parents[2])) not in sys.path:
     sys.path.append(_NOTEBOOKS)  # where patient zero lies, on the ranks too
@@ -60,7 +61,33 @@ def in_patient_zero(setting, answer) -> None:
     wrong = [*map(in_learners_words, report.diagnoses), *report.recording.contradictions, *stopped]
     wrong += [f"{point} is not what its own inputs give" for point in report.guilty]
     if wrong:
-        raise NotYet(f"in the engine: {wrong[0]}")
+        share = wrong_share(answer, setting.checkpoint.config)
+        raise NotYet(f"{share}. In the engine: {wrong[0]}" if share else f"in the engine: {wrong[0]}")
+
+
+def heads_read(cure, heads: int, kv_heads: int, rank: int, size: int) -> list[int]:
+    """The KV head that each query head of a rank reads."""
+    part = split_evenly(heads, size)[rank]
+    with mock.patch.multiple("patient_zero.linear", tp_rank=lambda: rank, tp_size=lambda: size,
+                             share=lambda total: (part.start, len(part))):
+        first, count, repeats = cure(heads, kv_heads)
+        return torch.arange(first, first + count).repeat_interleave(torch.as_tensor(repeats)).tolist()
+
+
+def wrong_share(answer, config) -> str:
+    """The first rank of two to four whose heads are wrong; the empty string if there is none."""
+    heads = config.num_heads, config.num_kv_heads
+    for size in range(2, min(4, config.num_heads) + 1):
+        for rank in range(size):
+            right = heads_read(kv_share, *heads, rank, size)
+            try:
+                read = heads_read(answer, *heads, rank, size)
+            except Exception:  # its words are those of the engine
+                return ""
+            if read != right:
+                return (f"with {heads[0]} query and {heads[1]} KV heads on {size} ranks, rank {rank}'s query heads "
+                        f"read the KV heads {read}, and {right} is right")
+    return ""
 
 
 EXERCISES = [Exercise("09", kv_share, engine=in_patient_zero,

@@ -44,8 +44,8 @@ def is_like(tensor: torch.Tensor, step: torch.Tensor) -> bool:
 
 
 def right_steps(exercise: Exercise, answer: Callable, example: Example) -> str:
-    """Which of the reference's variables a line makes on every rank: ``"Right in yours: scores (line 4); not found:
-    weights"``; the empty string of a class."""
+    """Which of the reference's variables a line makes on every rank: ``"Right in yours (the solution's names): scores
+    (line 4); not found: weights"``; the empty string of a class."""
     if not hasattr(exercise.reference, "__code__"):
         return ""
     lines: list[dict[str, int]] = [{} for _ in range(example.ranks)]  # variable → the line that makes its last value
@@ -92,4 +92,4 @@ def right_steps(exercise: Exercise, answer: Callable, example: Example) -> str:
     last, code = max(at.values(), default=0), getattr(answer, "__code__", None)
     follows = code and all(at.values()) and last < max(line for *_, line in code.co_lines() if line)
     rest = f"; not found: {missing}" if missing else f"; see what follows line {last}" if follows else ""
-    return f"Right in yours: {right}{rest}" if right else ""
+    return f"Right in yours (the solution's names): {right}{rest}" if right else ""

@@ -70,7 +70,7 @@ class _Kernel:
         return self.process.exitcode
 
     def send_signal(self, number: int) -> None:
-        if self.poll() is None:
+        with suppress(ProcessLookupError):  # it has ended
             os.kill(self.pid, number)
 
 
