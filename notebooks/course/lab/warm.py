@@ -90,6 +90,7 @@ def _serve(argv: list[str], env: dict[str, str], cwd: str) -> None:
     """The kernel's process."""
     os.setsid()
     mp.current_process().daemon = False  # a daemon may have no children, and this one has ranks
+    mp.set_start_method(None, force=True)  # the usual one, not this process's own
     # The process that this one was forked from, and its resource tracker, live as long as any other has these ends of
     # their pipes open.
     os.close(forkserver._forkserver._forkserver_alive_fd)

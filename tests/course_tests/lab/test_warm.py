@@ -1,5 +1,6 @@
 """Kernels that are forked from a process with the imports: as good as others, and they leave nothing behind."""
 
+import multiprocessing as mp
 import os
 import select
 import signal
@@ -30,7 +31,8 @@ def said(client, code):
 for _, client in kernels:
     print(said(client, "import os, sys; print('transformers.models.qwen2.modeling_qwen2' in sys.modules, "
                        "'tplab.model' in sys.modules, os.environ['OWN'], os.getcwd())"))
-    print(said(client, "import torch; print(torch.get_num_threads(), 'mine' in globals()); mine = 1"))
+    print(said(client, "import multiprocessing as mp, torch; print(torch.get_num_threads(), mp.get_start_method(), "
+                       "'mine' in globals()); mine = 1"))
     print(said(client, "from tplab import shared_pool; from tplab.ranks import rank; pool = shared_pool(2); "
                        "print(pool.run(lambda: (os.environ['OWN'], rank())))"))
     print(said(client, "pids = [os.getpid(), *pool.run(os.getpid)]; print(*pids)"))
@@ -49,7 +51,7 @@ def test_two_kernels_have_their_own_settings_and_ranks_and_leave_nothing(end, tm
     lines, pids = [], []
     for number in "12":
         lines = [running.stdout.readline().strip() for _ in range(4)]
-        assert lines[:3] == [f"True False {number} {tmp_path}", f"{number} False",
+        assert lines[:3] == [f"True False {number} {tmp_path}", f"{number} {mp.get_all_start_methods()[0]} False",
                              f"[('{number}', 0), ('{number}', 1)]"]
         pids += map(int, lines[3].split())
     watched = [os.pidfd_open(pid) for pid in pids]
