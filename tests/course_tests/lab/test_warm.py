@@ -48,7 +48,7 @@ for manager, client in kernels:
 def test_two_kernels_have_their_own_settings_and_ranks_and_leave_nothing(end, tmp_path):
     running = subprocess.Popen([sys.executable, "-c", SCRIPT, str(tmp_path)], stdin=subprocess.PIPE,
                                stdout=subprocess.PIPE, text=True)
-    lines, pids = [], []
+    pids: list[int] = []
     for number in "12":
         lines = [running.stdout.readline().strip() for _ in range(4)]
         assert lines[:3] == [f"True False {number} {tmp_path}", f"{number} {mp.get_all_start_methods()[0]} False",

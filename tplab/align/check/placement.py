@@ -133,7 +133,6 @@ class _Placement:
                    for block in self.sources.of(f"{at}.down") for rank in self.sources.complete(block))
 
     @torch.inference_mode()
-    @torch.inference_mode()
     def _distances(self, replay: Replay, source: Source, name: str) -> tuple[float, float]:
         """How far a source's rows are from a point of a replay: the usual row on the average of the ranks, and the
         row that is nearest on all of them. Rows of NaN say nothing."""
