@@ -48,6 +48,7 @@ def logical_ranks(n: int, fn, *args, timeout: float = 60.0, **kwargs) -> list:
         try:
             if rendezvous.abandoned:  # on a busy machine a thread can begin after the call has ended
                 raise Abandoned
+            rendezvous.turn.begin()
             # torch has these modes per thread; the ranks get the caller's.
             with torch.inference_mode(inference), torch.set_grad_enabled(grad):
                 results[group.rank] = fn(*args, **kwargs)
@@ -56,6 +57,8 @@ def logical_ranks(n: int, fn, *args, timeout: float = 60.0, **kwargs) -> list:
             rendezvous.end(group.rank, error)
         else:
             rendezvous.end(group.rank)
+        finally:
+            rendezvous.turn.end()
 
     threads = [threading.Thread(target=run, args=(g,), name=f"logical rank {g.rank}", daemon=True) for g in groups]
     try:
@@ -84,12 +87,31 @@ def _end(rendezvous: "_Rendezvous", threads: list[threading.Thread]) -> None:
         time.sleep(pause := min(1.1 * pause, 1.0))
 
 
+class _Turn:
+    """Lets one rank compute at a time, until it waits for another.
+
+    Two threads with many short operations pass the interpreter's lock to and fro, which takes longer than one after
+    the other. No rank waits long for its turn: so one that computes long, sleeps or never ends keeps no other from it.
+    """
+
+    def __init__(self):
+        self.lock, self.mine = threading.Lock(), threading.local()
+
+    def begin(self) -> None:
+        self.mine.held = self.lock.acquire(timeout=0.005)
+
+    def end(self) -> None:
+        if getattr(self.mine, "held", False):
+            self.mine.held = False
+            self.lock.release()
+
+
 class _Rendezvous:
     """Where the threads exchange data: the pieces of the current step, and which ranks have ended."""
 
     def __init__(self, size: int):
         self.size = size
-        self.change = threading.Condition()
+        self.change, self.turn = threading.Condition(), _Turn()
         self.steps = [0] * size
         self.pieces = [[None] * size, [None] * size]  # by parity of the step, as in shared memory
         self.ended = set()
@@ -103,10 +125,16 @@ class _Rendezvous:
             self.pieces[step & 1][rank] = piece
             self.steps[rank] = step
             self._look()
-            self.change.wait_for(lambda: self.over or min(self.steps) >= step)
+            waits = not self.over and min(self.steps) < step
+            if waits:
+                self.turn.end()
+                self.change.wait_for(lambda: self.over or min(self.steps) >= step)
             if self.over and min(self.steps) < step:
                 raise Abandoned
-            return self.pieces[step & 1]
+            pieces = self.pieces[step & 1]
+        if waits:
+            self.turn.begin()
+        return pieces
 
     def end(self, rank: int, error: BaseException | None = None) -> None:
         """The rank's function has returned or raised."""
