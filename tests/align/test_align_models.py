@@ -23,7 +23,7 @@ def test_fable(tp, dtype, bound):
     assert report.ok and report.max_abs_diff <= bound and report.top1_agreement == 1 and report.nan_count == 0
 
 
-@pytest.mark.parametrize("tp, dtype, bound", [(2, "float32", 1e-4), (2, "float64", 1e-7), (3, "float64", 1e-7)])
+@pytest.mark.parametrize("tp, dtype, bound", [(2, "float32", 1e-4), (3, "float64", 1e-7)])
 def test_smollm2(smollm2, tp, dtype, bound):
     report = align(smollm2, PROMPTS, tensor_parallel_size=tp, dtype=dtype)
     assert report.ok and report.max_abs_diff <= bound and report.top1_agreement == 1
@@ -32,8 +32,8 @@ def test_smollm2(smollm2, tp, dtype, bound):
         assert report.shapes[1] == {"q": (192, 576), "k": (64, 576), "v": (64, 576)}
 
 
-def test_smollm2_reassembles(smollm2):
-    assert reassemble(smollm2, tensor_parallel_size=2) == {}
+def test_fable_reassembles_on_real_ranks():
+    assert reassemble("fable", tensor_parallel_size=2) == {}
 
 
 def test_each_rank_reads_only_its_share(smollm2):

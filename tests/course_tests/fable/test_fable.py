@@ -10,8 +10,6 @@ from tokenizers import Tokenizer
 
 from course.fable import CHECKPOINT, plots, stories, words
 from course.fable.recall import recall, right_references
-from course.judge.answers import greedy
-from tplab.checkpoint.names import EMBEDDED
 from tplab.checkpoint.prompts import default_prompt
 from tplab.errors import TplabError
 
@@ -165,10 +163,3 @@ def test_every_tokenizer_gives_the_same_ids(tokenizer):
         ids = tokenizer.encode(text).ids
         assert auto(text).input_ids == fast(text).input_ids == ids
         assert auto.decode(ids) == fast.decode(ids) == tokenizer.decode(ids, skip_special_tokens=False) == text
-
-
-@pytest.mark.parametrize("model", EMBEDDED)
-def test_the_model_remembers(model):
-    folder = EMBEDDED[model]
-    counts = recall(lambda prompts, count: greedy(folder, prompts, count, 1), stories("held-out", 24), folder)
-    assert all(right >= 0.95 * of for right, of in counts.values()), counts
