@@ -53,9 +53,9 @@ def drafting():
 
 
 WAYS = {
-    "length": SamplingParams(max_tokens=30, temperature=0),
+    "length": SamplingParams(max_tokens=20, temperature=0),
     "two tokens": SamplingParams(max_tokens=2, temperature=0),  # no place is left for a draft
-    "a text in the middle": SamplingParams(max_tokens=30, temperature=0, stop=["ed", " a"]),
+    "a text in the middle": SamplingParams(max_tokens=20, temperature=0, stop=["ed", " a"]),
     "log probabilities": SamplingParams(max_tokens=20, temperature=0, logprobs=2),
     "drawn at random": SamplingParams(max_tokens=20, temperature=0.9, seed=3),
 }
@@ -80,8 +80,8 @@ def test_every_stop_token_ends_the_text_where_it_does_without_drafts(plain, draf
     """Also in the middle of a draft that was accepted."""
     texts = [output.outputs[0].token_ids for output in plain(WAYS["length"])]
     llm, _ = drafting
-    for token in sorted(set(texts[1]))[:3]:
-        params = SamplingParams(max_tokens=30, temperature=0, stop_token_ids=[token])
+    for token in sorted(set(texts[1]))[:2]:
+        params = SamplingParams(max_tokens=20, temperature=0, stop_token_ids=[token])
         for output, text in zip(llm.generate(PROMPTS, params, use_tqdm=False), texts):
             end = text.index(token) + 1 if token in text else len(text)
             assert output.outputs[0].token_ids == text[:end]

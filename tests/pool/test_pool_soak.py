@@ -1,6 +1,6 @@
 """Hundreds of random faults on one pool, one after the other: it works on, and nothing piles up.
 
-The suite takes 40 faults; ``TPLAB_SOAK=300 pytest tests/pool/test_pool_soak.py`` the full number (about a minute on two
+The suite takes 24 faults; ``TPLAB_SOAK=300 pytest tests/pool/test_pool_soak.py`` the full number (about a minute on two
 cores), any other number as well. ``TPLAB_SEED`` chooses another order.
 """
 
@@ -27,7 +27,7 @@ from tplab.ranks import RankError, all_gather, all_reduce, barrier, broadcast, r
 # As a notebook's functions travel: by value. Else every new rank would import this file, and pytest with it.
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-COUNT = int(os.environ.get("TPLAB_SOAK", "40"))
+COUNT = int(os.environ.get("TPLAB_SOAK", "24"))
 SEED = int(os.environ.get("TPLAB_SEED", "2"))
 
 

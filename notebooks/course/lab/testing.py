@@ -6,7 +6,7 @@ With ``--forms``, instead, the engine's tests once more: held to AVX2 as on an o
 off. With ``--forms all``, also every notebook's stored text, in these two forms and with two threads. With
 ``--browser``, instead, tests/browser: JupyterLab and the report as a person sees them.
 
-Two to four workers (pytest-xdist), because most tests wait for processes to start: on two cores they take little more
+Three or four workers (pytest-xdist), because many tests wait for processes to start: on two cores they take little more
 than half of the time of one after the other. The tests of one file stay with one worker, for they share what is set up.
 """
 
@@ -55,7 +55,7 @@ def run_part(settings: dict[str, str], options: list[str]) -> int:
     environment = {"OMP_NUM_THREADS": "1", **os.environ, **settings}
     # Hundreds of processes start from this folder; without bytecode each would compile what it imports again.
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
-    workers = str(max(2, min(4, available_cores() // 2)))  # each has models and ranks of its own in memory
+    workers = str(max(3, min(4, available_cores() // 2)))  # each has models and ranks of its own in memory
     return subprocess.call([*PYTEST, "--numprocesses", workers, "--dist", "loadfile", *options], cwd=ROOT,
                            env=environment)
 
