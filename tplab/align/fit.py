@@ -82,8 +82,9 @@ class GuiltyPoint:
 
     def _named(self, wrong: Rows, explained: list[Bug], known_only: bool) -> Diagnosis | None:
         fits: list[Fit] = []
+        rows = {rank: wrong[rank].nonzero()[:, 0] for rank in self.ranks if wrong[rank].any()}
         for bugs in self._asked(explained, known_only):
-            fits += [fit for bug in bugs if (fit := self._fit(bug, wrong))]
+            fits += [fit for bug in bugs if (fit := self._fit(bug, wrong, rows))]
             fits = [fit for fit in fits if fit.alike == max(each.alike for each in fits)]
             fits = [fit for fit in fits if not fit.spared] or fits
             fits = [fit for fit in fits if not fit.elsewhere] or fits
@@ -126,15 +127,14 @@ class GuiltyPoint:
         """Whether it changes an operation between the recorded points before this one and this one."""
         return bool(self.ops & ({*bug.ops} if isinstance(bug, Probe) else {POINTS[short_name(bug.first_point)].op}))
 
-    def _fit(self, bug: Bug, wrong: Rows) -> Fit | None:
+    def _fit(self, bug: Bug, wrong: Rows, rows: dict[int, torch.Tensor]) -> Fit | None:
+        """``rows``: the numbers of the wrong ones."""
         guess = self._guess(bug)
         if guess is None or any(guess[rank].shape != x.shape for rank, x in self.held.items()):
             return None
         gap, finite = 0.0, False
-        for rank in self.ranks:
-            x, y = (tensor[wrong[rank]] for tensor in (self.held[rank], guess[rank]))
-            if not len(x):
-                continue
+        for rank, numbers in rows.items():
+            x, y = (tensor.index_select(0, numbers) for tensor in (self.held[rank], guess[rank]))
             if not torch.equal(x.isfinite(), y.isfinite()):
                 return None
             finite = finite or bool((wrong[rank] & self.finite[rank]).any())

@@ -10,6 +10,7 @@ import struct
 import sys
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 OPS = ("?", "all_reduce", "all_gather", "broadcast", "barrier", "reduce_scatter",
@@ -67,7 +68,8 @@ class OpLog:
     """A ring of the last `RECORDS` collectives of one rank, over `LOG_BYTES` bytes of memory."""
 
     def __init__(self, memory=None):
-        self.memory = memoryview(bytearray(LOG_BYTES)) if memory is None else memory
+        # numpy's zeros take no time: memory is cleared where a record is written.
+        self.memory = memoryview(np.zeros(LOG_BYTES, np.uint8)) if memory is None else memory
         self.seq = 0
         self.at = 0
         self._files = {}  # name: as bytes; None for machinery
