@@ -292,4 +292,4 @@ EXERCISES = [
         "hidden comes back as it went in": "def __call__(self, hidden, cos, sin, point): -> "
             "def __call__(self, hidden, cos, sin, point): return hidden\n    def other(self, hidden, cos, sin, point):",
     }, "every point that it gives is Hugging Face's, two sums a pass, and all layers of the model on {ranks} write "
-       "its text", layer_in_steps, engine=all_layers, dims="token")]
+       "its text", layer_in_steps, engine=all_layers, dims="token, head, number")]

@@ -14,7 +14,7 @@ _PLAIN = bool | int | float | str | list | tuple | range | dict | set | bytes | 
 
 def differs(value, right, within: float, dims: str = "", what: str = "it returns") -> str:
     """How a value differs from the right one; the empty string if it does not. ``within``: of the largest number.
-    ``dims`` names the dimensions of a tensor."""
+    ``dims`` names the dimensions of a tensor; one that has fewer has the first names and the last."""
     if isinstance(right, Most):
         return (f"the rest is right; {what} {value.amount:,.0f}, and {right.amount:,.0f} are enough"
                 if value.amount > right.spare * right.amount else "")
@@ -87,7 +87,9 @@ def where(value: torch.Tensor, right: torch.Tensor, within: float, names: Sequen
     bad = ~torch.isclose(value, right, rtol=0, atol=most, equal_nan=True)
     if not bad.any():
         return ""
-    names, at = [*names, *["number"] * (right.dim() - len(names))][:right.dim()], bad.nonzero()[0].tolist()
+    if len(names) > right.dim() > 1:
+        names = [*names[:right.dim() - 1], names[-1]]  # [tokens, heads, head_dim] and [tokens, hidden] end in numbers
+    names, at = [*names, *["number"] * (right.dim() - len(names))], bad.nonzero()[0].tolist()
     parted = [(name, bad.movedim(dim, 0).reshape(n, -1).any(1).nonzero().flatten().tolist(), n)
               for dim, (name, n) in enumerate(zip(names, right.shape))]
     only = " and ".join(f"{name} {_few(few)}" for name, few, n in parted if len(few) < n)

@@ -86,7 +86,7 @@ def test_a_part_runs_on_workers_and_leaves_bytecode(tmp_path, monkeypatch, capfd
     monkeypatch.setattr(testing, "available_cores", lambda: 5)
     (tmp_path / "test_it.py").write_text(
         "import os, sys\n"
-        "def test_it(): assert not sys.dont_write_bytecode and os.environ['PYTEST_XDIST_WORKER_COUNT'] == '2'\n"
+        "def test_it(): assert not sys.dont_write_bytecode and os.environ['PYTEST_XDIST_WORKER_COUNT'] == '3'\n"
         "def test_more(): assert os.environ['TPLAB_X1'] != '+a,b=c'\n")
     assert testing.run_part({"TPLAB_X1": "+a,b=c"}, ["-p", "no:nbval", str(tmp_path)]) == 1
     assert "1 failed, 1 passed" in capfd.readouterr().out
