@@ -19,7 +19,11 @@ from tplab.checkpoint.names import cache_dir
 from tplab.pool import worker
 from tplab.ranks.errors import RankError
 
-PRELOAD = ["tplab.pool.before_imports", "torch", "cloudpickle", "tplab.pool.preload"]
+# Modules that take seconds to import. The fork server imports them once, and each rank, also one that replaces a dead
+# one, starts with all of them in some tens of milliseconds.
+SLOW = ["torch", "cloudpickle", "llvmlite.binding", "torch.distributed", "transformers.models.llama.modeling_llama",
+        "transformers.models.qwen2.modeling_qwen2"]
+PRELOAD = ["tplab.pool.before_imports", *SLOW, "tplab.pool.preload"]
 _lock = threading.Lock()
 
 

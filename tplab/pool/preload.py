@@ -1,8 +1,4 @@
-"""The last module that the fork server imports before it forks ranks; nothing else imports it.
-
-The modules below take seconds to import. The fork server imports them once, and each rank, also one that replaces a
-dead one, starts with all of them in some tens of milliseconds.
-"""
+"""The last module that the fork server imports before it forks ranks; nothing else imports it."""
 
 import atexit
 import gc
@@ -15,12 +11,6 @@ import socket
 import sys
 import tempfile
 from contextlib import suppress
-
-import cloudpickle  # noqa: F401
-import llvmlite.binding  # noqa: F401
-import torch.distributed  # noqa: F401
-import transformers.models.llama.modeling_llama  # noqa: F401
-import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 
 import tplab.pool.worker  # noqa: F401
 

@@ -20,13 +20,12 @@ from multiprocessing import forkserver, resource_tracker, util
 
 from jupyter_client.provisioning import KernelProvisionerFactory, LocalProvisioner
 
-from tplab.pool.launcher import PRELOAD, start_tracker, without_main
+from tplab.pool.launcher import PRELOAD, SLOW, start_tracker, without_main
 
 # The first one prepares the process, as it does that of a fork server of ranks. Of the lab's own modules, which may
 # read the environment, none else.
-IMPORTED = ["tplab.pool.before_imports", "torch", "cloudpickle", "llvmlite.binding", "torch.distributed",
-            "transformers.models.llama.modeling_llama", "transformers.models.qwen2.modeling_qwen2", "pandas",
-            "ipywidgets", "ipykernel.kernelapp", "ipykernel.zmqshell", __name__]
+IMPORTED = ["tplab.pool.before_imports", *SLOW, "pandas", "ipywidgets", "ipykernel.kernelapp", "ipykernel.zmqshell",
+            __name__]
 _path = list(sys.path)  # in the process that imports them: a new interpreter's own
 _server, _lock = forkserver.ForkServer(), threading.Lock()  # not the one that this process's own ranks come from
 
