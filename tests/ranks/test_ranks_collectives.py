@@ -113,6 +113,7 @@ def test_tensors_made_in_inference_mode(run, makers):
     "call, told",
     [
         (lambda: all_reduce([1.0]), "all_reduce takes a tensor, not list"),
+        (lambda: all_gather([1.0]), "all_gather takes a tensor, not list"),
         (lambda: all_reduce(torch.ones([1] * 9)), "at most 8 dimensions"),
         (lambda: all_reduce(torch.eye(2).to_sparse()), "dense CPU tensor"),
         (lambda: all_gather(torch.ones(2), dim=1), r"dim 1 does not exist in a tensor of shape \[2\]"),
@@ -224,6 +225,7 @@ def test_a_logical_rank_that_raises():
 
     text = within(20, fn)
     assert text.startswith("rank 1 raised ValueError: mine") and "rank 0 waits in all_reduce" in text
+    assert "(a consequence)" in text
 
 
 @pytest.mark.parametrize("late", [0, 1])
