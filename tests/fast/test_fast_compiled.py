@@ -13,6 +13,8 @@ import torch
 from tplab import fast
 from tplab.checkpoint import open_checkpoint
 from tplab.engine.config import EngineConfig
+from tplab.faults import fault
+from tplab.patch import applied
 from tplab.shard import ShardPlan
 
 MODULE = """
@@ -77,9 +79,10 @@ def test_the_first_load_says_that_it_compiles(monkeypatch, capsys, is_compiled):
     with fast.announced(pool, ckpt, plan, config):
         begun = capsys.readouterr().err
     end = capsys.readouterr().err
-    assert begun == "" == end if is_compiled else (begun == "compiling for this processor, once … " and " s\n" in end)
-    with fast.announced(pool, ckpt, plan, replace(config, enforce_eager=True)):
-        assert capsys.readouterr() == ("", "")
+    assert begun == "" == end if is_compiled else (begun == "compiling for this processor and float32, once … " and " s\n" in end)
+    for patches, changed in [((), {"enforce_eager": True}), ((fault("rope_missing"),), {})]:
+        with applied(*patches), fast.announced(pool, ckpt, plan, replace(config, **changed)):
+            assert capsys.readouterr() == ("", "")
 
 
 def test_damaged_files_are_compiled_anew_and_what_cannot_be_compiled_is_said(start):

@@ -14,6 +14,7 @@ from importlib import import_module
 import torch
 
 from tplab.engine.runner import ModelRunner
+from tplab.patch import in_force
 
 SWITCH = "TPLAB_FAST"  # "0" in the environment: the reference computes everything
 
@@ -57,11 +58,11 @@ def announced(pool, ckpt, plan, config) -> Iterator[None]:
     Not under nbval, whose stored text it is no part of (pytest sets the variable that ipykernel looks at, too).
     """
     dtype = str(config.dtype)
-    if ("PYTEST_CURRENT_TEST" in os.environ or config.batch_invariant or not takes_over(ckpt, config)
+    if ("PYTEST_CURRENT_TEST" in os.environ or in_force() or config.batch_invariant or not takes_over(ckpt, config)
             or all(pool.run(_is_compiled, dtype, timeout=600))):
         yield
         return
-    print("compiling for this processor, once …", end=" ", file=sys.stderr, flush=True)
+    print(f"compiling for this processor and {dtype.removeprefix('torch.')}, once …", end=" ", file=sys.stderr, flush=True)
     begin = time.perf_counter()
     try:
         yield

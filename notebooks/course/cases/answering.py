@@ -27,7 +27,7 @@ def place_called(name, known: Sequence[str]) -> str:
     if name in (*known, NOWHERE):
         return name
     meant = did_you_mean(str(name), known) or "."
-    raise NotYet(f"where: there is no function {name!r} in the engine's core{meant} If the engine is right, say "
+    raise NotYet(f"there is no function {name!r} in the engine's core{meant} If the engine is right, say "
                  f"{NOWHERE!r}.")
 
 

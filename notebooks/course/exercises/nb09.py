@@ -61,8 +61,7 @@ def in_patient_zero(setting, answer) -> None:
     wrong = [*map(in_learners_words, report.diagnoses), *report.recording.contradictions, *stopped]
     wrong += [f"{point} is not what its own inputs give" for point in report.guilty]
     if wrong:
-        share = wrong_share(answer, setting.checkpoint.config)
-        raise NotYet(f"{share}. In the engine: {wrong[0]}" if share else f"in the engine: {wrong[0]}")
+        raise NotYet(wrong_share(answer, setting.checkpoint.config) or f"in the engine: {wrong[0]}")
 
 
 def heads_read(cure, heads: int, kv_heads: int, rank: int, size: int) -> list[int]:

@@ -119,7 +119,7 @@ def of_any_deal(answer, leaves, deals):
     everyone, (first, *_) = all_gather(bits[None], dim=0), deals
     for r, of_rank in enumerate(everyone):
         for deal, total in zip(deals, of_rank):
-            yield (f"of other leaves, with sizes {list(deal)} the sum on rank {r} has the same bits as with "
+            yield (f"other leaves have the same sum, bit for bit, with sizes {list(deal)} on rank {r} as with "
                    f"{list(first)} on rank 0", total.equal(everyone[0, 0]), True)
 
 
@@ -146,9 +146,9 @@ _PLACE = "next((i for i, (a, b) in enumerate(zip(first, second)) if a != b), Non
 _GATHERED = "all_gather(leaves, dim=0, sizes=sizes)"
 EXERCISES = [
     Exercise("14", my_verdict, pairs_of_texts, {
-        "it says 'bug' of all texts that differ, however far apart the logits are":
+        "of all texts here that differ it says 'bug', however near the logits are":
             '"rounding" if margin <= 2 * moved else "bug" -> "bug"',
-        "it says 'rounding' of all texts that differ, however far apart the logits are":
+        "of all texts here that differ it says 'rounding', however far apart the logits are":
             '"rounding" if margin <= 2 * moved else "bug" -> "rounding"',
         "both logits can have changed, one up and one down: rounding explains twice the largest change":
             "2 * moved -> moved",
@@ -161,7 +161,7 @@ EXERCISES = [
             f"{_MOVED} -> (logits - exact).abs().max()",
         "the changes of the two tokens are measured: any logit of the row says how far rounding can move one":
             f"{_MOVED} -> (logits[place] - exact[place])[[first[place], second[place]]].abs().max()",
-        "they differ first at the first token that differs: later ones follow other words":
+        "only the first token that differs counts: later ones follow other words":
             f"{_PLACE} -> next((i for i in reversed(range(len(first))) if first[i] != second[i]), None)",
     }, "near ties, and differences that no rounding explains; and on {ranks}, a healthy engine's texts are told from a "
        "broken one's", verdicts, engine=healthy_or_broken),
