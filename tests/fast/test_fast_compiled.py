@@ -79,7 +79,8 @@ def test_the_first_load_says_that_it_compiles(monkeypatch, capsys, is_compiled):
     with fast.announced(pool, ckpt, plan, config):
         begun = capsys.readouterr().err
     end = capsys.readouterr().err
-    assert begun == "" == end if is_compiled else (begun == "compiling for this processor and float32, once … " and " s\n" in end)
+    words = "compiling float32 code for this processor, once … "
+    assert begun == "" == end if is_compiled else (begun == words and " s\n" in end)
     for patches, changed in [((), {"enforce_eager": True}), ((fault("rope_missing"),), {})]:
         with applied(*patches), fast.announced(pool, ckpt, plan, replace(config, **changed)):
             assert capsys.readouterr() == ("", "")

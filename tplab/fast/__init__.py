@@ -62,7 +62,8 @@ def announced(pool, ckpt, plan, config) -> Iterator[None]:
             or all(pool.run(_is_compiled, dtype, timeout=600))):
         yield
         return
-    print(f"compiling for this processor and {dtype.removeprefix('torch.')}, once …", end=" ", file=sys.stderr, flush=True)
+    what = f"{dtype.removeprefix('torch.')} code"
+    print(f"compiling {what} for this processor, once …", end=" ", file=sys.stderr, flush=True)
     begin = time.perf_counter()
     try:
         yield

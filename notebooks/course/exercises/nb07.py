@@ -57,9 +57,10 @@ def loaded(answer, heads, kv_heads, size, number):
     if not isinstance(kept, dict):
         yield "it returns", kept, "a dictionary from names to tensors"
     yield "the names are", sorted(kept), sorted(ckpt.tensors)
-    for name in ckpt.tensors:
+    names = sorted(ckpt.tensors, key=lambda name: "layers" not in name)  # the embedding and the head last
+    for name in names:
         yield f"{name} is", kept[name]
-    for name in ckpt.tensors:
+    for name in names:
         yield f"the bytes that are read of {name} are", Most(taken.get(name, 0), 1.01)
 
 
@@ -85,7 +86,7 @@ def my_spread(x):
 
 
 def versions():
-    equal, low, high = (torch.tensor([[4.0, -9.0], other]) for other in ([2.0, 0.5], [0.25, 2.0], [2.5, -2.25]))
+    equal, low, high = (torch.tensor([[4.0, -9.0], other]) for other in ([2.0, 0.5], [0.25, 2.0], [12.5, -2.25]))
     for some in ([equal, low], [low, equal], [equal, equal], [equal, equal, low], [equal, low, high],
                  [low, equal, high]):
         yield Example(*some, ranks=len(some), says="x of the ranks " + ", ".join(str(x.tolist()) for x in some))
@@ -101,14 +102,16 @@ EXERCISES = [
         "every rank keeps rank 0's part; take that of plan.ranks[rank]": "plan.ranks[rank] -> plan.ranks[0]",
         "everything is read, and then cut: slice the file's tensor itself":
             "files[name][rows[layer]] -> files[name][:][rows[layer]]",
-        "nothing is cut, or all but the vocabulary is":
-            "if layer in rows: -> if False: ;; elif layer in columns -> elif False",
+        "nothing is cut": "if layer in rows: -> if False: ;; elif layer in columns -> elif False",
+        "the embedding and the head are not cut": '"embed_tokens": vocab, "lm_head": vocab} -> }',
     }, "0 tensors differ, and every byte read is kept; on {ranks}, every trace point agrees with Hugging Face", loaded,
              load_patch, lambda setting, answer: setting.align(decode=True), within=0, place="loads the weights",
              alone=ALONE),
     Exercise("07", my_spread, versions, {
         "this is how far the numbers of one rank are apart; two ranks are to be compared":
             f"{_SPREAD} -> (x.max() - x.min()).item()",
+        "the largest and the smallest of all numbers are compared: compare each place by itself":
+            f"{_SPREAD} -> (versions.max() - versions.min()).item()",
         "differences are taken in one direction only": (
             f"{_SPREAD} -> (versions - versions[0]).max().item()",
             f"{_SPREAD} -> (versions[0] - versions[-1]).max().item()"),

@@ -126,7 +126,7 @@ def relation(value, right, dims: str) -> str:
         mine, its = value.movedim(dim, 0), right.movedim(dim, 0)
         order = [next((i for i, part in enumerate(its) if is_like(part, row)), None) for row in mine] * (len(its) < 20)
         if order and None not in order and len({*order}) > 1:
-            return f". Along {name} it has the right numbers of {_few(order)}"
+            return f". Along {name}, the right numbers stand in the order {_few(order)}"
     return ""
 
 

@@ -47,7 +47,8 @@ def told(code, exercise=DOUBLED, capsys=None):
      "column 1, is 2, and 6 is right. Each number is the right one times 0.333"),
     ("def doubled(x, factor): return x.clone()", "NOT YET  doubled: x comes back\n         With x [1.0, 2.0, "
                                                  "3.0], factor 1.0: 3 of 3"),
-    ("def doubled(x, factor): return (x * 2 * factor).flip(0)", "Along row it has the right numbers of 2, 1, 0"),
+    ("def doubled(x, factor): return (x * 2 * factor).flip(0)",
+     "Along row, the right numbers stand in the order 2, 1, 0"),
     ("def doubled(x): return x", "it must take (x, factor); yours takes (x)"),
     ("doubled = 3", "it is 3; define a function that takes (x, factor)"),
     ("def doubled(x, factor): x *= 2 * factor", "it returns nothing, and changes its argument x, which its caller "
