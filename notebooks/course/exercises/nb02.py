@@ -142,7 +142,8 @@ _READ = "range(first // group, (end - 1) // group + 1)"
 EXERCISES = [
     Exercise("02", my_column_shard, cuts((2, (5, 6)), (2, (12, 14)), (3, (11, 4)), (3, (11,)), (2, (16, 3))), {
         "these are the first rows; where do the rows of this rank begin?": "rows.start:rows.stop -> :len(rows)",
-        "columns come back. A weight is [out, in]: which of the two is cut here?": "[rows -> [:, rows",
+        "columns come back. A weight is [out, in]: which of the two is cut here?": (
+            "[rows -> [:, rows", "[rows.start:rows.stop] -> [:, rows.start:rows.stop].T"),
         "the rows are right, and all of the source was read for them: slice the source itself": "[rows -> [:][rows",
     }, SHARDS, of_a_rank, at("tplab.shard.linear.column_shard", "tplab.shard.embedding.column_shard"), in_the_engine,
              within=0, dims="row, column", place="cuts rows out of a weight", alone=ALONE),

@@ -102,6 +102,8 @@ EXERCISES = [
         "every rank keeps rank 0's part; take that of plan.ranks[rank]": "plan.ranks[rank] -> plan.ranks[0]",
         "everything is read, and then cut: slice the file's tensor itself":
             "files[name][rows[layer]] -> files[name][:][rows[layer]]",
+        "heads are counted where rows are kept: a head has head_dim rows":
+            "slice(heads.start * d, heads.stop * d) -> slice(heads.start, heads.stop)",
         "nothing is cut": "if layer in rows: -> if False: ;; elif layer in columns -> elif False",
         "the embedding and the head are not cut": '"embed_tokens": vocab, "lm_head": vocab} -> }',
     }, "0 tensors differ, and every byte read is kept; on {ranks}, every trace point agrees with Hugging Face", loaded,
