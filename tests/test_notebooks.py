@@ -97,8 +97,7 @@ def paste_solutions(notebook):
 
 
 def names(cell):
-    """What a code cell's own level gives (a part of it, too); what the cell takes from others; and what it gives anew,
-    so that no earlier value counts."""
+    """What a code cell's own level gives (a part of it, too), and what the cell takes from others."""
     code = re.sub(r"^( *)[%!].*", r"\1pass", cell.source, flags=re.MULTILINE)
     top = symtable.symtable(code, "cell", "exec")
     gives = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
@@ -110,14 +109,7 @@ def names(cell):
         table = tables.pop()
         tables += table.get_children()
         takes |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_global() and symbol.is_referenced()}
-    anew, loaded = set(), set()
-    for statement in ast.parse(code).body:
-        loaded |= {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(
-            node.ctx, ast.Load)}
-        if isinstance(statement, ast.Assign):
-            anew |= {node.id for target in statement.targets for node in ast.walk(target)
-                     if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)} - loaded
-    return gives, takes - anew, anew
+    return gives, takes
 
 
 def is_run_again(cell):
@@ -135,13 +127,13 @@ def solving(notebook):
     last = max(at for at, cell in enumerate(notebook.cells) if "check" in cell.metadata.get("tags", []))
     cells = [(cell, *names(cell)) for cell in notebook.cells[: last + 1] if is_run_again(cell)]
     mine, needed, run = set(), {"model", "tensor_parallel_size"}, []
-    for cell, gives, takes, _ in cells:
+    for cell, gives, takes in cells:
         if {"stub", "check"} & set(cell.metadata.get("tags", [])) or mine & takes:
             mine |= gives
             run.append(cell.id)
-    for cell, gives, takes, anew in reversed(cells):
+    for cell, gives, takes in reversed(cells):
         if cell.id in run or needed & gives:
-            needed = needed - anew | takes
+            needed |= takes
             run.append(cell.id)
     return [cell for cell, *_ in cells if cell.id in run]
 

@@ -77,6 +77,13 @@ def _tensors(value, right: torch.Tensor, within: float, dims: str, what: str) ->
     return sentence and (sentence if what == "it returns" else f"{what}: {sentence}")
 
 
+def of_dims(names: Sequence[str], count: int) -> list[str]:
+    """Names of so many dimensions: [tokens, heads, head_dim] and [tokens, hidden] both end in numbers."""
+    if len(names) > count > 1:
+        return [*names[:count - 1], names[-1]]
+    return [*names, *["number"] * (count - len(names))][:count]
+
+
 def where(value: torch.Tensor, right: torch.Tensor, within: float, names: Sequence[str]) -> str:
     """For which tokens, heads … it is wrong, and the first wrong number beside the right one."""
     within = within and {torch.float64: 1e-5 * within}.get(right.dtype,
@@ -87,9 +94,7 @@ def where(value: torch.Tensor, right: torch.Tensor, within: float, names: Sequen
     bad = ~torch.isclose(value, right, rtol=0, atol=most, equal_nan=True)
     if not bad.any():
         return ""
-    if len(names) > right.dim() > 1:
-        names = [*names[:right.dim() - 1], names[-1]]  # [tokens, heads, head_dim] and [tokens, hidden] end in numbers
-    names, at = [*names, *["number"] * (right.dim() - len(names))], bad.nonzero()[0].tolist()
+    names, at = of_dims(names, right.dim()), bad.nonzero()[0].tolist()
     parted = [(name, bad.movedim(dim, 0).reshape(n, -1).any(1).nonzero().flatten().tolist(), n)
               for dim, (name, n) in enumerate(zip(names, right.shape))]
     only = " and ".join(f"{name} {_few(few)}" for name, few, n in parted if len(few) < n)
@@ -122,7 +127,8 @@ def relation(value, right, dims: str) -> str:
     factor = round(ratio) if abs(ratio) > 1 else 1 / round(1 / ratio) if abs(ratio) > 0.1 else 0
     if factor not in (0, 1) and is_like(value, factor * right):
         return f". Each number is the right one times {factor:.3g}"
-    for dim, name in enumerate(dims.split(", ")[:right.dim()]):
+    names = dims.split(", ")
+    for dim, name in enumerate(of_dims(names, right.dim())[:len(names)]):
         mine, its = value.movedim(dim, 0), right.movedim(dim, 0)
         order = [next((i for i, part in enumerate(its) if is_like(part, row)), None) for row in mine] * (len(its) < 20)
         if order and None not in order and len({*order}) > 1:
