@@ -160,8 +160,8 @@ def test_an_endless_print_is_bounded_too(pool, capsys):
         while True:
             print("z" * 1000)
 
-    with pytest.raises(RankError, match="not finished after 0.5 s"):
-        pool.run(fn, timeout=0.5)
+    with pytest.raises(RankError, match="not finished after 2 s"):
+        pool.run(fn, timeout=2)
     text = capsys.readouterr().out
     assert len(text) < 200_000 and text.count("cut here") == 2
 
