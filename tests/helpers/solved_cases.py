@@ -37,8 +37,9 @@ class Solved:
         why = next(why for why, wrong in self.file.why.items() if not wrong)
         self.answer = refused(check_where, self.file, [*self.file.repair], case._places) or refused(
             check_what_and_why, self.file, list(self.file.kinds), why)
-        false_repairs = self.file.false_repairs if turns.ALL else [
-            self.file.false_repairs[self.file.number % len(self.file.false_repairs)]]
+        # By turns: of two false repairs, or of one in every second case.
+        some = self.file.false_repairs
+        false_repairs = some if turns.ALL else some[self.file.number % max(2, len(some))::len(some)]
         self.repair, *self.hidden = (refused(examine, case, one, seed) for one in (self.file.repair, *false_repairs))
 
     def _look(self, mended) -> tuple[str, set[str]]:

@@ -43,12 +43,12 @@ def answers(file):
 
 @each_case
 def test_a_case_is_seen_named_and_mended_and_what_hides_it_is_refused(file, ckpt):
-    """On two ranks, every fourth one on three; of repairs that hide the bug, one of each case."""
+    """On two ranks, every fourth one on three; repairs that hide the bug by turns."""
     with repairing.one_thread_if_small(ckpt.config):
         solved = Solved(lesson.open_case(file.number, ckpt, tensor_parallel_size=3 - bool(file.number % 4)))
     assert not solved.wrong
     assert (solved.seen == NOWHERE) == (not file.bugs)
-    assert len(solved.hidden) >= 1
+    assert len(file.false_repairs) >= 1
     assert all(re.search("In production|still wrong", said) for said in solved.hidden), solved.hidden
     assert nothing_is_patched()
 
