@@ -12,7 +12,8 @@ from tplab.ranks import RankError, join_torchrun
 
 def torchrun(tmp_path, source, *options, size=2):
     file = tmp_path / "spmd.py"
-    file.write_text("import os, signal, sys, torch\nfrom tplab.pool import RankPool\nfrom tplab.ranks import *\n" + source)
+    imports = "import os, signal, sys, torch\nfrom tplab.pool import RankPool\nfrom tplab.ranks import *\n"
+    file.write_text(imports + source)
     root = str(Path(__file__).resolve().parents[2])
     return subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(size), "--master-addr", "127.0.0.1",
