@@ -57,8 +57,6 @@ def logical_ranks(n: int, fn, *args, timeout: float = 60.0, **kwargs) -> list:
             rendezvous.end(group.rank, error)
         else:
             rendezvous.end(group.rank)
-        finally:
-            rendezvous.turn.end()
 
     threads = [threading.Thread(target=run, args=(g,), name=f"logical rank {g.rank}", daemon=True) for g in groups]
     try:
@@ -87,6 +85,9 @@ def _end(rendezvous: "_Rendezvous", threads: list[threading.Thread]) -> None:
         time.sleep(pause := min(1.1 * pause, 1.0))
 
 
+_PATIENCE = 0.005  # seconds that a rank waits for its turn
+
+
 class _Turn:
     """Lets one rank compute at a time, until it waits for another.
 
@@ -98,7 +99,7 @@ class _Turn:
         self.lock, self.mine = threading.Lock(), threading.local()
 
     def begin(self) -> None:
-        self.mine.held = self.lock.acquire(timeout=0.005)
+        self.mine.held = self.lock.acquire(timeout=_PATIENCE)
 
     def end(self) -> None:
         if getattr(self.mine, "held", False):
@@ -111,7 +112,7 @@ class _Rendezvous:
 
     def __init__(self, size: int):
         self.size = size
-        self.change, self.turn = threading.Condition(), _Turn()
+        self.change, self.turn, self.all_ended = threading.Condition(), _Turn(), threading.Event()
         self.steps = [0] * size
         self.pieces = [[None] * size, [None] * size]  # by parity of the step, as in shared memory
         self.ended = set()
@@ -127,8 +128,12 @@ class _Rendezvous:
             self._look()
             waits = not self.over and min(self.steps) < step
             if waits:
+                # One of those whose step is complete learns it only now, when it can have the turn: woken before,
+                # and all together, they would wait for each other. The one that has waited longest is such a one.
                 self.turn.end()
-                self.change.wait_for(lambda: self.over or min(self.steps) >= step)
+                self.change.notify()
+            while not self.over and min(self.steps) < step:
+                self.change.wait(_PATIENCE)
             if self.over and min(self.steps) < step:
                 raise Abandoned
             pieces = self.pieces[step & 1]
@@ -138,11 +143,16 @@ class _Rendezvous:
 
     def end(self, rank: int, error: BaseException | None = None) -> None:
         """The rank's function has returned or raised."""
+        self.turn.end()
         with self.change:
             self.ended.add(rank)
             if error is not None:
                 self.errors[rank], self.over = error, True
+                self.change.notify_all()
             self._look()
+            self.change.notify()
+            if len(self.ended) == self.size:
+                self.all_ended.set()
 
     def running(self) -> list[int]:
         """The ranks whose function has not ended."""
@@ -150,19 +160,18 @@ class _Rendezvous:
 
     def wait(self, limit: float) -> None:
         """Until all functions have ended, or so many seconds."""
-        with self.change:
-            self.change.wait_for(lambda: len(self.ended) == self.size, min(limit, threading.TIMEOUT_MAX))
+        self.all_ended.wait(min(limit, threading.TIMEOUT_MAX))
 
     def abandon(self) -> None:
         with self.change:
             self.over = self.abandoned = True
-            self._look()
+            self.change.notify_all()
 
     def _look(self) -> None:
         """A rank waits for ever if another one has returned after fewer steps."""
         if self.ended and not self.over and max(self.steps) > min(self.steps[r] for r in self.ended):
             self.stuck = self.over = True
-        self.change.notify_all()
+            self.change.notify_all()
 
     def error(self, unfinished: dict[int, int], timeout: float) -> RankError:
         """``unfinished``: ``{rank: its thread}`` of those that were running when the time was up."""
