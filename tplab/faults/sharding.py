@@ -58,7 +58,7 @@ _NOTEBOOK = "02_dim0_sharding"
 
 FAULTS = (
     bug(_COLUMN, shard_dim1, "cut along dim 1, as if weights were [in, out]",
-        "All shapes fit, and q, k and v of every layer are unrelated to the right ones.",
+        "All shapes fit, and the text has nothing to do with the prompt.",
         first_point="layers.0.q", notebook=_NOTEBOOK),
     bug("tplab.shard.linear.QKVParallelLinear.load", qkv_written_by_column,
         "q, k and v are cut right and written into the fused weight by column",

@@ -35,7 +35,7 @@ class Work:
     """
 
     def __init__(self, group: "Group", t: torch.Tensor, site: tuple):
-        self._group, self._tensor, self._site, self._done = group, t, site, False
+        self._group, self.tensor, self._site, self._done = group, t, site, False
 
     def wait(self) -> bool:
         """Return when the sum is in the tensor."""
@@ -52,7 +52,7 @@ class Work:
         """Put the sum into the tensor, unless it is there."""
         if not self._done:
             self._done = True
-            self._group.all_reduce(self._tensor, self._site)
+            self._group.all_reduce(self.tensor, self._site)
 
     @property
     def frame(self) -> Frame:
@@ -60,7 +60,7 @@ class Work:
         return Frame(self._site[0].split(b"\0")[0].decode(errors="replace"), self._site[1], "")
 
     def __str__(self):
-        return f"all_reduce {list(self._tensor.shape)}"
+        return f"all_reduce {list(self.tensor.shape)}"
 
 
 class Group:

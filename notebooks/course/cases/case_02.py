@@ -25,6 +25,11 @@ def long_first(self, parameter, *sources):
     getattr(self, parameter).data.copy_(torch.cat(parts[::-1] if len(parts) == 2 else parts))
 
 
+def exchanged(self, x):
+    up, gate = self.gate_up_proj.split(self.gate_up_proj(x))
+    return self.act(gate) * up
+
+
 def trials(take):
     return (Trial("a prompt of 26 tokens", [take(26)]),
             Trial("two prompts, the last five tokens of each one by one", [take(19), take(14)], 5))
@@ -33,7 +38,7 @@ def trials(take):
 CASE = CaseFile(
     title="A converted checkpoint loads without an error and writes nonsense",
     report="The loader was rewritten for the fused kernels. All names are found, all shapes fit, nothing is missing "
-           "and nothing unexpected. The language is right and everything else is wrong, the same with one rank as with "
+           "and nothing unexpected. It writes English words and no sentence, the same with one rank as with "
            "{ranks}. We compared the checkpoint's checksum with the hub's: it is the right file.",
     trials=trials,
     bugs=(Bug("MergedColumnParallelLinear.load", load,
@@ -49,15 +54,15 @@ CASE = CaseFile(
             "act(up) × gate fits to the last digit; another activation of gate does not",
     },
     elsewhere={
-        "TensorParallelMLP.forward": "it takes gate and up in the order [gate|up], which is the right order of the "
-                                     "weights",
+        "GatedMLP.gated": "it takes gate first and then up, which is right; the weights that it gets are not",
         "MergedColumnParallelLinear.split": "it cuts at the right sizes; the rows themselves are in the wrong order",
         "QKVParallelLinear.load": "q, k and v are right",
     },
     hints=("The first guilty point is inside the MLP, so q, k, v, attention and every norm are right.",
            "mlp_act is act(gate) × up. Compute act(up) × gate from the same input, and compare.",
            "with case.broken(): reassemble(ckpt) says which tensors differ from the checkpoint, row by row."),
-    false_repairs=({"MergedColumnParallelLinear.load": whole}, {"MergedColumnParallelLinear.load": long_first}),
+    false_repairs=({"MergedColumnParallelLinear.load": whole}, {"MergedColumnParallelLinear.load": long_first},
+                   {"GatedMLP.gated": exchanged}),
     production="A rank that reads whole tensors and cuts afterwards reads the checkpoint as many times as there are "
                "ranks, and holds each tensor twice while it loads. A model that just fits into a card's memory no "
                "longer loads.",

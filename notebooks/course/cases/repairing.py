@@ -9,7 +9,7 @@ from course.cases.answering import place_called
 from course.cases.case_file import NOWHERE, CaseFile, Trial, patches_at
 from course.judge.observe import as_it_was
 from course.judge.words import NotYet, in_words
-from tplab.align import AlignReport, diagnose
+from tplab.align import AlignReport, diagnose, reassemble
 from tplab.checkpoint import Checkpoint
 from tplab.checks import counted
 from tplab.patch import Patch, PatchError
@@ -82,6 +82,10 @@ def _in_the_engine(case, patches: Sequence[Patch], seed: int) -> str:
     if (more := max((len(log) - wanted for report in reports for log in report.op_logs), default=0)) > 0:
         raise NotYet(f"the numbers are right, and a forward pass has {more} collectives more than it needs: in each "
                      f"one all ranks wait for the slowest. In production: {file.production}")
+    wrong = reassemble(case.checkpoint, tensor_parallel_size=case.tensor_parallel_size, patches=mended, logical=True)
+    if wrong:
+        raise NotYet(f"the numbers are right, and the weights on the ranks are still wrong: reassemble names "
+                     f"{counted(len(wrong), 'tensor')}, such as {next(iter(wrong))}")
     return (f"the mended engine agrees with Hugging Face on the reported run, and on fresh tokens with "
             f"{', '.join(map(str, sorted(sizes)))} ranks.")
 

@@ -47,23 +47,35 @@ def products():
 
 
 class Products(TorchDispatchMode):
-    """Notes at every product of matrices how many sums have been started, and how many of these are complete."""
+    """Notes at every product of matrices how many sums have been started, and how many of these are complete; and
+    whether a tensor is written while its sum is under way."""
 
     def __enter__(self):
-        self.seen = []
+        self.seen, self.overwritten = [], False
         return super().__enter__()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func._schema.is_mutable and isinstance(args[0], torch.Tensor):
+            begin, end = memory(args[0])
+            started = [memory(work.tensor) for work in current().started]
+            self.overwritten |= any(begin < last and first < end for first, last in started)
         if func.overloadpacket.__name__ in ("mm", "bmm", "mv", "addmm", "linear", "matmul"):
             waiting, done = len(current().started), len(op_log())
             self.seen.append((waiting + done, done))
         return func(*args, **(kwargs or {}))
 
 
+def memory(t: torch.Tensor) -> tuple[int, int]:
+    """The addresses between which its numbers lie."""
+    return t.data_ptr(), t.data_ptr() + t.nbytes
+
+
 def beside(answer, x, weight, parts):
     """A part's sum starts as soon as its product is there, and is not waited for before the next product."""
     with Products() as made:
-        yield "it returns", answer(x[rank()], weight[rank()], parts)
+        returned = answer(x[rank()], weight[rank()], parts)
+    yield "a tensor is written while its sum is under way", made.overwritten, False
+    yield "it returns", returned
     least, sums = len(x[0].chunk(parts)), op_log()
     count = min(max(least, len(made.seen)), parts)  # where the tokens do not divide, some make fewer parts
     yield "the numbers summed up are", Most(sum(torch.Size(record.shape).numel() for record in sums), 1)
@@ -206,6 +218,8 @@ EXERCISES = [
             f"{_WAITS}    return torch.cat(sums) ->     out = torch.cat(sums)\n{_WAITS}    return out",
         "each sum is waited for before the next product, so nothing is computed while it is under way":
             "async_op=True)) -> async_op=True)); works[-1].wait()",
+        "the outputs are cut, and the tokens are to be cut":
+            "x.chunk(parts) -> weight.chunk(parts) ;; rows @ weight.T -> x @ rows.T ;; cat(sums) -> cat(sums, -1)",
     }, "while the sum of one part is under way, the next part is computed, and nothing is read before its wait; on "
        "{ranks}, every trace point agrees with Hugging Face", beside, in_parts, in_the_engine, dims="token, output",
              counted=False),
@@ -214,14 +228,17 @@ EXERCISES = [
             "range(len(sizes) - 1) -> range(0) ;; rank() - 1 -> rank()",
         "pass_on gives what the rank before has sent: which of your rows belong to what arrives?":
             "at -= 1 -> at += 1 ;; rank() - 1 -> rank() + 1",
+        "your own rows are added to whatever arrives: which rows are these?":
+            "+ rows[at % len(sizes)] -> + rows[rank()]",
         "each rank ends with the sum of another rank's rows: with whose rows must a rank begin?":
             "at = x.split(sizes), rank() - 1 -> at = x.split(sizes), rank()",
     }, "every rank returns the sum of its rows, and no row is sent twice; on {ranks}, with an all-gather "
        "behind it, it takes the place of the engine's all_reduce", passed, reduced_by, in_the_engine,
              dims="row, hidden", alone=ALONE),
     Exercise("13", my_sequence_parallel_layer, toys, {
-        "the first residual is in it once for every rank: is it added before the sum?":
+        "a residual is in it once for every rank: is it added before the sum?": (
             f"own + {_ATTENDS} -> {_ATTENDS.replace('attention(', 'all_gather(own, 0, sizes) + attention(')}",
+            f"own + {_MLP} -> {_MLP.replace('mlp(', 'all_gather(own, 0, sizes) + mlp(')}"),
         "the MLP is given what attention was given: what goes in after the first residual?":
             "    own = own ->     first = own\n    own = own ;; post_norm(own) -> post_norm(first)",
         "the second residual is what came into the layer; attention belongs to it":
