@@ -149,7 +149,13 @@ def every_head_on_every_rank(num_heads, num_kv_heads):
     return 0, num_kv_heads, nb09.linear.share(num_heads)[1] // num_kv_heads
 
 
+def one_head_too_many(num_heads, num_kv_heads):
+    first, count, repeats = nb09.kv_share(num_heads, num_kv_heads)
+    return first, count + 1, torch.cat([repeats, repeats[:1] * 0])
+
+
 @pytest.mark.parametrize("cure, heads, said", [
+    (one_head_too_many, (8, 2), "on 2 ranks, rank 0 holds the KV heads [0, 1], and its query heads read [0]"),
     (nb09.kv_share, (8, 2), ""), (nb09.kv_share, (9, 3), ""), (nb09.linear.kv_share, (6, 6), ""),
     (nb09.linear.kv_share, (8, 2), "on 3 ranks, rank 1's query heads read the KV heads [1, 1, 1], and [0, 1, 1] is"),
     (every_head_on_every_rank, (9, 3), "on 2 ranks, rank 0's query heads read the KV heads [0, 1, 2], and [0, 0, 0, 1"),

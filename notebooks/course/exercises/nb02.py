@@ -154,6 +154,8 @@ EXERCISES = [
             "[range(ranges[0].start, ranges[0].start + sum(map(len, ranges)))])",
         "the rows are right, and all of the sources was read for them": "[rows -> [:][rows",
         "the first rows of each source come back": "rows.start:rows.stop -> :len(rows)",
+        "the pieces are right, and stand in another order than the sources":
+            "torch.cat(pieces) -> torch.cat(pieces[::-1])",
     }, SHARDS, of_a_rank, at("tplab.shard.linear.merged_shard"), in_the_engine, within=0, dims="row, column",
              place="stacks q, k, v and gate, up", alone=ALONE),
     Exercise("02", my_heads, lambda: [Example(*layout) for layout in (
@@ -166,6 +168,8 @@ EXERCISES = [
             "r * num_heads // tensor_parallel_size -> r * (num_heads // tensor_parallel_size) ;; "
             f"{_READ} -> range(rank * max(1, num_kv_heads // tensor_parallel_size), "
             "(rank + 1) * max(1, num_kv_heads // tensor_parallel_size))"),
+        "the KV head of a rank's last query heads is missing: does the range end behind it?":
+            f"{_READ} -> range(first // group, (end - 1) // group)",
         "KV heads go to the ranks in turn: neighbouring query heads share one": f"{_READ} -> [rank % num_kv_heads]",
         "what is left over is all on the last rank: can it be dealt out more evenly?":
             "r * num_heads // tensor_parallel_size -> "
@@ -178,7 +182,9 @@ EXERCISES = [
             "all_reduce(summand) + bias -> summand + bias",
             "all_reduce(summand) + bias -> summand + bias ;; r * len(up) // world_size() -> "
             "r * (len(up) // world_size())"),
-        "the bias is in the sum once for every rank": "summand) + bias -> summand + bias)",
+        "the bias is in the sum once for every rank": (
+            "summand) + bias -> summand + bias)",
+            "summand) + bias -> summand + bias) ;; r * len(up) // world_size() -> r * (len(up) // world_size())"),
         "the bias is missing": "+ bias -> ",
         "inner features of different ranks are added up, and they are not the same ones":
             "x @ up[first:end].T -> all_reduce(x @ up[first:end].T)",

@@ -56,7 +56,8 @@ def in_patient_zero(setting, answer) -> None:
     try:
         report = setting.engine({"linear.kv_share": answer})
     except TplabError as error:
-        raise NotYet(f"in the engine, {in_words(first_cause(error))}") from error
+        raise NotYet(wrong_share(answer, setting.checkpoint.config)
+                     or f"in the engine, {in_words(first_cause(error))}") from error
     stopped = sorted(report.stopped, key=lambda words: "Abandoned" in words)  # those that waited for another rank last
     wrong = [*map(in_learners_words, report.diagnoses), *report.recording.contradictions, *stopped]
     wrong += [f"{point} is not what its own inputs give" for point in report.guilty]
@@ -64,13 +65,14 @@ def in_patient_zero(setting, answer) -> None:
         raise NotYet(wrong_share(answer, setting.checkpoint.config) or f"in the engine: {wrong[0]}")
 
 
-def heads_read(cure, heads: int, kv_heads: int, rank: int, size: int) -> list[int]:
-    """The KV head that each query head of a rank reads."""
+def heads_read(cure, heads: int, kv_heads: int, rank: int, size: int) -> tuple[list[int], list[int]]:
+    """The KV head that each query head of a rank reads, and those that the rank holds."""
     part = split_evenly(heads, size)[rank]
     with mock.patch.multiple("patient_zero.linear", tp_rank=lambda: rank, tp_size=lambda: size,
                              share=lambda total: (part.start, len(part))):
         first, count, repeats = cure(heads, kv_heads)
-        return torch.arange(first, first + count).repeat_interleave(torch.as_tensor(repeats)).tolist()
+        held = torch.arange(first, first + count)
+        return held.repeat_interleave(torch.as_tensor(repeats)).tolist(), held.tolist()
 
 
 def wrong_share(answer, config) -> str:
@@ -78,14 +80,17 @@ def wrong_share(answer, config) -> str:
     heads = config.num_heads, config.num_kv_heads
     for size in range(2, min(4, config.num_heads) + 1):
         for rank in range(size):
-            right = heads_read(kv_share, *heads, rank, size)
+            right, needed = heads_read(kv_share, *heads, rank, size)
             try:
-                read = heads_read(answer, *heads, rank, size)
+                read, held = heads_read(answer, *heads, rank, size)
             except Exception:  # its words are those of the engine
                 return ""
             if read != right:
                 return (f"with {heads[0]} query and {heads[1]} KV heads on {size} ranks, rank {rank}'s query heads "
                         f"read the KV heads {read}, and {right} is right")
+            if held != needed:
+                return (f"with {heads[0]} query and {heads[1]} KV heads on {size} ranks, rank {rank} holds the KV "
+                        f"heads {held}, and its query heads read {needed}")
     return ""
 
 

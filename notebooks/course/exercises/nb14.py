@@ -119,8 +119,8 @@ def of_any_deal(answer, leaves, deals):
     everyone, (first, *_) = all_gather(bits[None], dim=0), deals
     for r, of_rank in enumerate(everyone):
         for deal, total in zip(deals, of_rank):
-            yield (f"other leaves have the same sum, bit for bit, with sizes {list(deal)} on rank {r} as with "
-                   f"{list(first)} on rank 0", total.equal(everyone[0, 0]), True)
+            yield (f"the sum of other leaves has other bits with sizes {list(deal)} on rank {r} than with "
+                   f"{list(first)} on rank 0", not total.equal(everyone[0, 0]), False)
 
 
 def in_a_product(setting, answer):
