@@ -32,7 +32,7 @@ def overlap_on_links(tokens: int, hidden: int, inner: int, ranks: int, parts: Se
         latency, transfer = machine.reduce_latency, machine.reduce_byte * tokens * hidden * 2
         ends = {count: pipeline(product, latency, transfer, count)[-1][-1] for count in parts}
         rows.append({"link": link, "product": _micro(product), "sum": _micro(latency + transfer),
-                     "of that, latency": _micro(latency),
+                     "its latency": _micro(latency),
                      **{f"in {counted(count, 'part')}": _micro(end) for count, end in ends.items()}})
     return rows
 
