@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 import torch
 from helpers.failing import light_path
@@ -39,6 +40,18 @@ def test_a_size_that_no_pool_has(size):
     for make in (RankPool, shared_pool):
         with pytest.raises(RankError, match="a pool has 1 to 64 ranks, not"):
             make(size)
+
+
+def test_freed_memory_goes_back_to_the_system(pool):
+    def fn():
+        pieces = [b"x" * 100_000 for _ in range(5000)]
+        state["last"] = pieces[-1]  # glibc by itself gives back only what is free behind it
+        time.sleep(0.1)
+
+    before = pool.run(lambda: psutil.Process().memory_info().rss)
+    pool.run(fn)
+    after = pool.run(lambda: (state.pop("last"), psutil.Process().memory_info().rss)[1])
+    assert all(now - then < 250e6 for then, now in zip(before, after)), (before, after)
 
 
 @pytest.mark.parametrize("timeout", [True, 0, -1, float("nan"), "5", []], ids=repr)
