@@ -80,17 +80,16 @@ def wrong_share(answer, config) -> str:
     heads = config.num_heads, config.num_kv_heads
     for size in range(2, min(4, config.num_heads) + 1):
         for rank in range(size):
-            right, needed = heads_read(kv_share, *heads, rank, size)
+            right, _ = heads_read(kv_share, *heads, rank, size)
             try:
                 read, held = heads_read(answer, *heads, rank, size)
             except Exception:  # its words are those of the engine
                 return ""
+            this_rank = f"with {heads[0]} query and {heads[1]} KV heads on {size} ranks, rank {rank}"
             if read != right:
-                return (f"with {heads[0]} query and {heads[1]} KV heads on {size} ranks, rank {rank}'s query heads "
-                        f"read the KV heads {read}, and {right} is right")
-            if held != needed:
-                return (f"with {heads[0]} query and {heads[1]} KV heads on {size} ranks, rank {rank} holds the KV "
-                        f"heads {held}, and its query heads read {needed}")
+                return f"{this_rank}'s query heads read the KV heads {read}, and {right} is right"
+            if held != (needed := sorted(set(right))):
+                return f"{this_rank} holds the KV heads {held}, and its query heads read {needed}"
     return ""
 
 
