@@ -1,5 +1,6 @@
 """What every test of the house shares: one thread per process, no hub, one way to ask for the real model."""
 
+import ctypes
 import gc
 import os
 import shutil
@@ -19,6 +20,7 @@ os.environ["TPLAB_PROGRESS"] = os.path.join(tempfile.mkdtemp(prefix="tplab-tests
 import hypothesis
 import pytest
 
+libc = ctypes.CDLL(None)
 ROOT = Path(__file__).resolve().parent.parent
 PROGRESS = Path(os.environ["TPLAB_PROGRESS"]).parent
 
@@ -70,6 +72,15 @@ def pytest_collection_modifyitems(items):
 def pytest_collection_finish():
     gc.freeze()
     gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _freed_memory_goes_back():
+    """To the system, after the file that used it: glibc would keep what a large model took."""
+    yield
+    gc.collect()
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 @pytest.fixture(scope="session")

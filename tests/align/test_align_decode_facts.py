@@ -1,12 +1,10 @@
-"""The decode path's engine is made as it was asked for; which of Hugging Face's models are kept."""
-
-from types import SimpleNamespace as Some
+"""The decode path's engine is made as it was asked for."""
 
 import pytest
 import torch
 from helpers.checkpoints import make_checkpoint
 
-from tplab.align import align_decode, decode, reference
+from tplab.align import align_decode, decode
 from tplab.align.run import AlignError
 from tplab.engine.config import EngineConfig
 
@@ -54,19 +52,3 @@ def test_how_many_tokens_are_left_to_decode(folder, new_tokens):
     with pytest.raises(AlignError, match=says):
         align_decode(folder, [[1] * 9, [1] * 6], new_tokens=new_tokens, logical=True)
     assert align_decode(folder, [[1] * 6], new_tokens=5, logical=True, tensor_parallel_size=1).ok
-
-
-# Hugging Face's models.
-
-def test_the_last_two_models_are_kept(monkeypatch):
-    loaded = []
-    monkeypatch.setattr(reference, "_loaded", type(reference._loaded)())
-    monkeypatch.setattr(reference, "_load", lambda ckpt, dtype: loaded.append((ckpt.state, dtype)) or Some(
-        eval=lambda: (ckpt.state, dtype)))
-
-    def get(state, dtype=torch.float32):
-        assert reference.hf_model(Some(state=state), dtype) == (state, dtype)
-        return len(loaded)
-    assert [get("a"), get("b"), get("a"), get("b")] == [1, 2, 2, 2]
-    assert [get("a"), get("c"), get("a"), get("b")] == [2, 3, 3, 4], "b had to go: it was asked for longest ago"
-    assert get("b", torch.float64) == 5 and get("b") == 5 and get("a") == 6

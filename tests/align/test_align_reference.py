@@ -1,6 +1,8 @@
 """The reference side: Hugging Face's model of exactly the files that were opened, whatever was in the folder before."""
 
+import gc
 import json
+import weakref
 
 import pytest
 import torch
@@ -49,6 +51,20 @@ def test_files_that_nobody_touched_are_loaded_once(tmp_path):
     assert hf_model(open_checkpoint(folder), torch.float32) is hf_model(open_checkpoint(folder), torch.float32)
     assert [hf_model(open_checkpoint(folder), dtype).dtype for dtype in (torch.float64, torch.float32)] == [
         torch.float64, torch.float32], "each dtype is a model of its own"
+
+
+def test_two_small_models_are_kept_and_no_large_one_beside_another(tmp_path, smollm2):
+    a, b, c = (open_checkpoint(make_checkpoint(tmp_path / name, seed=seed)) for seed, name in enumerate("abc"))
+    first, second = hf_model(a, torch.float32), hf_model(b, torch.float32)
+    assert hf_model(a, torch.float32) is first and hf_model(b, torch.float32) is second
+    assert hf_model(a, torch.float32) is first, "asked for again"
+    hf_model(c, torch.float32)
+    assert hf_model(a, torch.float32) is first and hf_model(b, torch.float32) is not second
+    large = weakref.ref(hf_model(smollm2, torch.bfloat16))
+    assert hf_model(smollm2, torch.bfloat16) is large()
+    hf_model(a, torch.float32)
+    gc.collect()
+    assert large() is None
 
 
 def test_a_report_is_diagnosed_from_any_working_folder(tmp_path, monkeypatch):

@@ -15,16 +15,17 @@ from tplab.checkpoint.layout import expected_shapes, read_part, tensor_parts
 from tplab.model.dtypes import parse_dtype
 
 _loaded: OrderedDict = OrderedDict()
+_SMALL = 2**27  # bytes of a model that is kept beside the last one
 
 
 def hf_model(ckpt: Checkpoint, dtype: torch.dtype):
-    """transformers' model of a checkpoint on the CPU; the last two are kept in memory. Attention is eager, because its
-    arithmetic is tplab's: eager casts its softmax to float32, sdpa does not. Experts are eager, too: one after the
-    other.
+    """transformers' model of a checkpoint on the CPU. The last one is kept in memory, and the one before it if it is
+    small. Attention is eager, because its arithmetic is tplab's: eager casts its softmax to float32, sdpa does not.
+    Experts are eager, too: one after the other.
     """
     key = ckpt.state, dtype
     if key not in _loaded:
-        while len(_loaded) > 1:
+        while len(_loaded) > 1 or _loaded and _loaded[next(iter(_loaded))].get_memory_footprint() > _SMALL:
             _loaded.popitem(last=False)
         _loaded[key] = _load(ckpt, dtype).eval()
     _loaded.move_to_end(key)
