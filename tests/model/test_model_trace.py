@@ -43,3 +43,13 @@ def test_a_replay_goes_on_with_the_tensors_that_it_is_given():
     assert [points[name].tolist() for name in "abc"] == [[0, 0]] * 3
     x = torch.zeros(2)
     assert point("a", x) is x, "outside a replay"
+
+
+def test_a_replay_ends_at_the_point_of_interest_and_records_it_alone():
+    with recording({"a": torch.ones(2)}, until="b") as points:
+        point("b", point("a", torch.zeros(2)) + 1)
+        raise AssertionError("the pass goes on")
+    assert list(points) == ["b"] and points["b"].tolist() == [2, 2]
+    with recording() as points:
+        point("c", torch.ones(1))
+    assert list(points) == ["c"], "the next one records all again"

@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 
 from tplab.align import errors, facts
-from tplab.align.diagnosis import Diagnosis, sentence_of
+from tplab.align.diagnosis import Diagnosis, one_digit, sentence_of
 from tplab.align.fit import GuiltyPoint
 from tplab.align.points import SUMS, short_name
 from tplab.align.report import AlignReport
@@ -105,7 +105,7 @@ def _error_chain(error: TplabError) -> list[TplabError]:
 
 def _rounding(report: AlignReport) -> Diagnosis:
     point, worst = report.first_divergence, max(diff.relative for diff in report.local.values())
-    evidence = (f"the difference is {point.relative:.0e} of the scale, and no module is off by more than {worst:.0e} "
-                "of what its own inputs give")
+    evidence = (f"the difference is {one_digit(point.relative)} of the scale, and no module is off by more than "
+                f"{one_digit(worst)} of what its own inputs give")
     return Diagnosis(None, sentence_of("most likely rounding", evidence, point.name), point.name,
                      {"relative": point.relative})

@@ -47,6 +47,11 @@ def on_ranks(ranks: tuple[int, ...]) -> str:
     return f"on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}" if ranks else ""
 
 
+def one_digit(number: float) -> str:
+    """Rounded: ``"0.8"``, ``"20"``, ``"3e-06"``."""
+    return f"{float(f'{number:.1g}'):g}"
+
+
 def sentence_of(title: str, evidence: str, point: str, scope: str = "", ranks: tuple[int, ...] = ()) -> str:
     """The one pattern of all sentences: a bug's title, its scope, the point, a line of numbers."""
     where = ", ".join(filter(None, (title, scope, on_ranks(ranks))))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tplab.align.diagnosis import Diagnosis, sentence_of
+from tplab.align.diagnosis import Diagnosis, one_digit, sentence_of
 from tplab.align.floors import SHORT
 from tplab.align.guilty import by_row, unseen_before
 from tplab.align.points import POINTS, layer_of, layout, short_name
@@ -219,7 +219,7 @@ class GuiltyPoint:
         count = f"{int(rows.sum())} of {len(rows)} rows"
         if most == float("inf"):
             return f"{count} hold NaN or infinity that their inputs do not hold"
-        return f"{count} differ from what their inputs give, by up to {most:.0e} of a row's largest value"
+        return f"{count} differ from what their inputs give, by up to {one_digit(most)} of a row's largest value"
 
     def unknown(self, wrong: Rows) -> Diagnosis:
         """A diagnosis without a name: the rows, their difference, and what was ruled out."""

@@ -6,7 +6,6 @@ point should be; with a bug in it, what the point would be with this bug.
 """
 
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -35,23 +34,6 @@ REDUCES = "all_reduces"  # beside the points: whether each all-reduce was awaite
 # without it.
 _LOADING = ("__init__", "load", "tie_weights", "column_shard", "row_shard", "merged_shard", "widened", "by_parameter",
             "no_rotation", "rotate", "make_norm")
-
-
-class _Passed(BaseException):
-    """The last point of interest was passed."""
-
-
-class _Until(dict):
-    """Tensors to go on with; the pass ends at the point ``until``."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor], until: str | None):
-        super().__init__(tensors)
-        self.until = until
-
-    def get(self, name: str, default=None):
-        if name == self.until:
-            raise _Passed
-        return super().get(name, default)
 
 
 class Replay:
@@ -134,12 +116,11 @@ class Replay:
         return self._clean[key]
 
     def broken(self, name: str, patches: Sequence[Patch]) -> Made:
-        """The same with patches, up to the point ``name``, with the block tables of the run. Broken code may raise
-        anything."""
+        """The point ``name`` with patches, with the block tables of the run. Broken code may raise anything."""
         return self._replay(name, tuple(patches), self.exact, self.calls.recorded, name)
 
     def misread(self, name: str, sequence: int, position: int, slot: int) -> Made:
-        """The clean engine up to the point ``name``, where later calls read ``slot`` in the place of one key's."""
+        """The point ``name`` of the clean engine where later calls read ``slot`` in the place of one key's."""
         return self._replay(name, (), self.exact, self.calls.with_row(sequence, position, slot), name)
 
     def _replay(self, name: str, patches: tuple[Patch, ...], dtype: torch.dtype, blocks: Blocks,
@@ -188,7 +169,7 @@ class Replay:
         for call, (rows, segments) in enumerate(zip(self.calls.rows, blocks.segments)):
             drawn = self._drawn[call]
             held = {n: calls[call] for n, calls in self._held_by_call(rank, layer, dtype).items()}
-            with suppress(_Passed), traced(_Until(held, until)) as points:
+            with traced(held, until) as points:
                 if layer is None:
                     point("embed", model.embed(self.ids[rows]))
                     normed = point("norm", model.norm(entering[rank][rows].to(dtype)))

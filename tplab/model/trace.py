@@ -12,17 +12,26 @@ import torch
 _active = threading.local()
 
 
+class _Passed(BaseException):
+    """The last point of interest was passed."""
+
+
 @contextmanager
-def recording(given: dict[str, torch.Tensor] | None = None) -> Iterator[dict[str, torch.Tensor]]:
+def recording(given: dict[str, torch.Tensor] | None = None, until: str | None = None
+              ) -> Iterator[dict[str, torch.Tensor]]:
     """Record every point that this thread passes; yields the dictionary that fills up with copies.
 
-    ``given``: tensors with which the pass goes on in the place of those that it computed (a replay).
+    For a replay:
+        given: tensors with which the pass goes on in the place of those that it computed.
+        until: the point at which the pass ends; it alone is recorded.
     """
     if getattr(_active, "points", None) is not None:
         raise RuntimeError("a trace is being recorded already")
-    _active.points, _active.given = {}, {} if given is None else given
+    _active.points, _active.given, _active.until = {}, {} if given is None else given, until
     try:
         yield _active.points
+    except _Passed:
+        pass
     finally:
         _active.points = None
 
@@ -38,6 +47,9 @@ def point(name: str, tensor: torch.Tensor) -> torch.Tensor:
     points = getattr(_active, "points", None)
     if points is None:
         return tensor
-    points[name] = tensor.detach().clone()
+    if _active.until in (None, name):
+        points[name] = tensor.detach().clone()
+    if _active.until == name:
+        raise _Passed
     given = _active.given.get(name)
     return tensor if given is None or given.shape != tensor.shape else given.clone()

@@ -34,7 +34,7 @@ def user_output(ckpt, ranks):
         with patch.applied(*CASE.patches):
             report = align(ckpt, text[:count], tensor_parallel_size=ranks, logical=True)
         off = [point.relative for point in report.points if point.name.endswith(".q_rope")]
-        lines.append(f"{count} tokens: queries off by {max(off):.0e}")
+        lines.append(f"{count} tokens: queries off by {max(off):.1g}")
     return "The user's own numbers, against transformers: " + "; ".join(lines) + " of their size."
 
 
@@ -42,7 +42,7 @@ CASE = CaseFile(
     title="Scores drop with the length of the context",
     report="Our retrieval evaluation loses one point at short contexts and fifteen at long ones, against the same "
            "checkpoint in transformers. The number of ranks does not matter: one, two and four give the same. Since "
-           "the last release, modules are cast to the model's dtype in one place; we run float32 weights here, and the "
+           "the last release, modules are cast to one dtype in one place; we run float32 weights here, and the "
            "scores drop all the same.",
     trials=trials, needs=fixed, user_output=user_output,
     bugs=(Bug(PLACE, __init__, "numbers are rounded to too few digits", "rope_dtype"),),

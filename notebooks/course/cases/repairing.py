@@ -1,6 +1,6 @@
 """A repair judged: the mended engine on the ranks, beside Hugging Face, with inputs not seen before."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -9,10 +9,10 @@ from course.cases.answering import place_called
 from course.cases.case_file import NOWHERE, CaseFile, Trial, patches_at
 from course.judge.observe import as_it_was
 from course.judge.words import NotYet, in_words
-from tplab.align import AlignReport, diagnose, reassemble
+from tplab.align import AlignReport, diagnose
 from tplab.checkpoint import Checkpoint
 from tplab.checks import counted
-from tplab.patch import Patch, PatchError
+from tplab.patch import PatchError
 
 _SMALL = 1 << 20  # weights of a matrix; smollm2's largest have 885,000
 # Points of a run that no tensor shows.
@@ -45,7 +45,7 @@ def examine(case, repair, seed: int) -> str:
                          "by a function")
     with one_thread_if_small(case.checkpoint.config):
         if file.examine is None:
-            return _in_the_engine(case, patches_at(repair), seed)
+            return _in_the_engine(case, repair, seed)
         try:
             return file.examine(*repair.values(), case.checkpoint, case.tensor_parallel_size, seed)
         except ValueError as wrong:
@@ -60,9 +60,9 @@ def unseen(ckpt: Checkpoint, seed: int) -> Callable[[int], list[int]]:
     return lambda count: torch.randint(ckpt.config.vocab_size, (count,), generator=generator).tolist()
 
 
-def _in_the_engine(case, patches: Sequence[Patch], seed: int) -> str:
+def _in_the_engine(case, repair: Mapping[str, Callable], seed: int) -> str:
     file: CaseFile = case._file
-    mended, reports = (*file.patches, *patches), []  # the last one at a place is in force
+    mended, reports = (*file.patches, *patches_at(repair)), []  # the last one at a place is in force
     try:
         reports.append(_run(case, case.trial, mended, case.tensor_parallel_size))
     except NotYet as wrong:
@@ -82,10 +82,10 @@ def _in_the_engine(case, patches: Sequence[Patch], seed: int) -> str:
     if (more := max((len(log) - wanted for report in reports for log in report.op_logs), default=0)) > 0:
         raise NotYet(f"the numbers are right, and a forward pass has {more} collectives more than it needs: in each "
                      f"one all ranks wait for the slowest. In production: {file.production}")
-    wrong = reassemble(case.checkpoint, tensor_parallel_size=case.tensor_parallel_size, patches=mended, logical=True)
-    if wrong:
-        raise NotYet(f"the numbers are right, and the weights on the ranks are still wrong: reassemble names "
-                     f"{counted(len(wrong), 'tensor')}, such as {next(iter(wrong))}")
+    if set(repair) != set(file.repair):
+        raise NotYet(f"the numbers are right, and the repair replaces {' and '.join(repair)}. What is wrong, "
+                     f"{' and '.join(file.repair)}, must be replaced, and nothing else. In production: "
+                     f"{file.production}")
     return (f"the mended engine agrees with Hugging Face on the reported run, and on fresh tokens with "
             f"{', '.join(map(str, sorted(sizes)))} ranks.")
 

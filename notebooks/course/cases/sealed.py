@@ -116,7 +116,7 @@ class OpenCase:
             written = self._written(asked, count)
         for number, (prompt, ours) in enumerate(zip(asked, written)):
             theirs = hf_greedy(self.checkpoint, prompt, count)
-            print(f"prompt {number} ({len(prompt)} tokens) …{decode(prompt[-8:])!r}")
+            print(f"prompt {number}, after {len(prompt)} tokens: …{decode(prompt[-8:])!r}")
             print(f"    Hugging Face: {decode(theirs)!r}")
             print("    this engine:  " + ("the same" if ours == theirs else repr(decode(ours))))
 

@@ -143,7 +143,8 @@ EXERCISES = [
     Exercise("02", my_column_shard, cuts((2, (5, 6)), (2, (12, 14)), (3, (11, 4)), (3, (11,)), (2, (16, 3))), {
         "these are the first rows; where do the rows of this rank begin?": "rows.start:rows.stop -> :len(rows)",
         "columns come back. A weight is [out, in]: which of the two is cut here?": (
-            "[rows -> [:, rows", "[rows.start:rows.stop] -> [:, rows.start:rows.stop].T"),
+            "[rows -> [:, rows", "[rows.start:rows.stop] -> [:, rows.start:rows.stop].T",
+            "[rows.start:rows.stop] -> [:].reshape(source.shape[::-1])[:, rows.start:rows.stop].T"),
         "the rows are right, and all of the source was read for them: slice the source itself": "[rows -> [:][rows",
     }, SHARDS, of_a_rank, at("tplab.shard.linear.column_shard", "tplab.shard.embedding.column_shard"), in_the_engine,
              within=0, dims="row, column", place="cuts rows out of a weight", alone=ALONE),
@@ -162,7 +163,7 @@ EXERCISES = [
         (8, 2, 2), (8, 2, 4), (9, 3, 2), (8, 2, 3), (14, 2, 3), (6, 6, 4), (15, 5, 2), (6, 1, 4), (32, 8, 3))], {
         "what the division leaves over is on no rank":
             "r * num_heads // tensor_parallel_size -> r * (num_heads // tensor_parallel_size)",
-        "no two ranks have the same KV head: which ones do a rank's query heads read, its last one included?": (
+        "in yours, no two ranks share a KV head: which ones do a rank's query heads read, its last one included?": (
             f"{_READ} -> range(rank * num_kv_heads // tensor_parallel_size, "
             "(rank + 1) * num_kv_heads // tensor_parallel_size)",
             "r * num_heads // tensor_parallel_size -> r * (num_heads // tensor_parallel_size) ;; "

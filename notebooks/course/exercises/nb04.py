@@ -154,7 +154,7 @@ EXERCISES = [
         "True in the mask means: must not look. Yours looks just there": "(mask, -> (~mask,",
         "queries are counted from key 0 on, as is_causal and triu(1) do; the mask knows where they stand":
             "(mask, -> (torch.ones_like(mask).triu(1),",
-        "the weights of all queries of a key add up to 1, and those of all keys of a query must": "dim=-1, -> dim=-2,",
+        "the softmax runs over the queries, and it must run over the keys": "dim=-1, -> dim=-2,",
     }, patches=at("tplab.model.attention.attend"), dims="sequence, query head, query, number",
              place="computes attention", engine=lambda setting, answer: setting.align(dtype=setting.narrow)),
     Exercise("04", my_mask, masks, {

@@ -53,16 +53,16 @@ def in_patient_zero(setting, answer) -> None:
     gives the check's report."""
     if setting.engine is None:
         raise NotYet("a cure is judged in patient zero, as notebook 09 does it with engine=…")
+    share = wrong_share(answer, setting.checkpoint.config)
     try:
         report = setting.engine({"linear.kv_share": answer})
     except TplabError as error:
-        raise NotYet(wrong_share(answer, setting.checkpoint.config)
-                     or f"in the engine, {in_words(first_cause(error))}") from error
+        raise NotYet(share or f"in the engine, {in_words(first_cause(error))}") from error
     stopped = sorted(report.stopped, key=lambda words: "Abandoned" in words)  # those that waited for another rank last
     wrong = [*map(in_learners_words, report.diagnoses), *report.recording.contradictions, *stopped]
     wrong += [f"{point} is not what its own inputs give" for point in report.guilty]
-    if wrong:
-        raise NotYet(wrong_share(answer, setting.checkpoint.config) or f"in the engine: {wrong[0]}")
+    if share or wrong:
+        raise NotYet(share or f"in the engine: {wrong[0]}")
 
 
 def heads_read(cure, heads: int, kv_heads: int, rank: int, size: int) -> tuple[list[int], list[int]]:

@@ -220,6 +220,8 @@ EXERCISES = [
             "async_op=True)) -> async_op=True)); works[-1].wait()",
         "the outputs are cut, and the tokens are to be cut":
             "x.chunk(parts) -> weight.chunk(parts) ;; rows @ weight.T -> x @ rows.T ;; cat(sums) -> cat(sums, -1)",
+        "the tokens that the division leaves over are in no part":
+            "x.chunk(parts) -> x[:len(x) // parts * parts].chunk(parts)",
     }, "while the sum of one part is under way, the next part is computed, and nothing is read before its wait; on "
        "{ranks}, every trace point agrees with Hugging Face", beside, in_parts, in_the_engine, dims="token, output",
              counted=False),
@@ -232,6 +234,8 @@ EXERCISES = [
             "+ rows[at % len(sizes)] -> + rows[rank()]",
         "each rank ends with the sum of another rank's rows: with whose rows must a rank begin?":
             "at = x.split(sizes), rank() - 1 -> at = x.split(sizes), rank()",
+        "the sum is right, and rows are sent that the next rank needs not: a message has the rows of one rank":
+            "x.split(sizes), rank() - 1 -> [x] * len(sizes), 0 ;; return summed -> return summed.split(sizes)[rank()]",
     }, "every rank returns the sum of its rows, and no row is sent twice; on {ranks}, with an all-gather "
        "behind it, it takes the place of the engine's all_reduce", passed, reduced_by, in_the_engine,
              dims="row, hidden", alone=ALONE),
@@ -241,6 +245,8 @@ EXERCISES = [
             f"own + {_MLP} -> {_MLP.replace('mlp(', 'all_gather(own, 0, sizes) + mlp(')}"),
         "the MLP is given what attention was given: what goes in after the first residual?":
             "    own = own ->     first = own\n    own = own ;; post_norm(own) -> post_norm(first)",
+        "a residual is added to the normed rows: it is added to what went into the norm":
+            f"own = own + {_ATTENDS} -> own = input_norm(own); own = own + {_ATTENDS.replace('input_norm(own)', 'own')}",
         "the second residual is what came into the layer; attention belongs to it":
             "    own = own ->     first = own\n    own = own ;; return own -> return first",
         "a rank goes on with its own summand of its rows: where are the others' added?":

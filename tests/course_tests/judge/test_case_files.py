@@ -149,7 +149,7 @@ FILE = replace(CASES["case_01"], bugs=BUGS, why={"right": "", "it is slow": "it 
     (["mask_scores", "attend"], "not attend: it attends to what it gets (mask_scores: yes)"),
     ("nowhere", "not nowhere: something is wrong in it"), (torch.ones(2), "there is no function tensor([1., 1.])"),
     ("Linear.reduce", "there is no function 'Linear.reduce'"), (3, "there is no function 3"),
-    ("DecoderLayer.forward", "not DecoderLayer.forward: what it does with its inputs and weights is right")])
+    ("DecoderLayer.forward", "not DecoderLayer.forward: what it does with its inputs is right")])
 def test_where(where, says):
     wrong = refused(check_where, FILE, where, KNOWN)
     assert bool(wrong) == bool(says) and says in wrong
@@ -183,6 +183,9 @@ def test_a_test_is_judged_by_itself_and_under_any_name(ckpt, capsys):
         assert lesson.open_case(9, ckpt).close(*answers(file), repair), capsys.readouterr().out
 
 
+WHOLE = dict.fromkeys(FILE.repair, len)
+
+
 def case(heads=9, size=2, run=None, file=FILE):
     config = SimpleNamespace(num_heads=heads, num_layers=3, hidden_size=8, intermediate_size=8)
     return SimpleNamespace(checkpoint=SimpleNamespace(config=config), tensor_parallel_size=size, trial="reported",
@@ -206,14 +209,13 @@ def runs(monkeypatch):
 
     monkeypatch.setattr(repairing, "_run", run)
     monkeypatch.setattr(repairing, "unseen", lambda ckpt, seed: seed)
-    monkeypatch.setattr(repairing, "reassemble", lambda *_, **__: {})
     return made
 
 
 @pytest.mark.parametrize("heads, size, sizes", [(9, 2, [2, 4, 3, 1]), (2, 1, [1, 2])])
 def test_a_repair_runs_as_reported_then_on_fresh_tokens_with_every_number_of_ranks(heads, size, sizes, runs):
-    said = repairing.examine(case(heads, size), {"mask_scores": len}, 100)
-    mended = (*FILE.patches, *patches_at({"mask_scores": len}))
+    said = repairing.examine(case(heads, size), WHOLE, 100)
+    mended = (*FILE.patches, *patches_at(WHOLE))
     first = [("reported", mended, size, False), *((f"trial {at} 100", mended, size, False) for at in range(3))]
     assert runs.asked == first + [(f"trial 0 {100 + at}", mended, more, True) for at, more in enumerate(sizes[1:], 1)]
     assert said.endswith(f"fresh tokens with {', '.join(map(str, sorted(sizes)))} ranks.")
@@ -226,12 +228,19 @@ def test_a_repair_runs_as_reported_then_on_fresh_tokens_with_every_number_of_ran
     (6, "with fresh tokens, on 1 rank, trial 0 8 is not. q is off. In production: It costs.")])
 def test_what_is_still_wrong_is_said_with_the_run_in_which_it_is(number, says, runs):
     runs.wrong[number] = "q is off."
-    assert refused(repairing.examine, case(), {"mask_scores": len}, 5).endswith(says) and len(runs.asked) == number + 1
+    assert refused(repairing.examine, case(), WHOLE, 5).endswith(says) and len(runs.asked) == number + 1
+
+
+@pytest.mark.parametrize("repair", [{"mask_scores": len}, {"attend": len}, {**WHOLE, "attend": len}])
+def test_a_repair_replaces_what_is_wrong_and_nothing_else(repair, runs):
+    assert refused(repairing.examine, case(), repair, 5) == (
+        f"the numbers are right, and the repair replaces {' and '.join(repair)}. What is wrong, RowParallelLinear.reduce "
+        "and mask_scores, must be replaced, and nothing else. In production: It costs.")
 
 
 def test_a_repair_may_not_cost_a_collective_more(runs):
     runs.reports = {0: report([7, 7]), 3: report([7, 9])}
-    assert refused(repairing.examine, case(), {"mask_scores": len}, 5).startswith(
+    assert refused(repairing.examine, case(), WHOLE, 5).startswith(
         "the numbers are right, and a forward pass has 2 collectives more than it needs")
 
 
