@@ -177,7 +177,7 @@ def test_an_unknown_cause_is_told_with_its_place_rows_size_and_what_was_ruled_ou
     one = diagnose(broken(models("llama"), [Patch(SPLIT, split_heads)]))
     assert one.fault is None and not one.ok and one.point == "layers.0.v" and one.ranks == (1,)
     assert one.sentence.startswith("Unknown cause, on rank 1. At layers.0.v, 37 of 37 rows differ from what their ")
-    assert "0.01 of a row's largest value" in one.sentence and one.numbers["off"] == pytest.approx(0.01, rel=1e-3)
+    assert "0.01 times a row's largest value" in one.sentence and one.numbers["off"] == pytest.approx(0.01, rel=1e-3)
     assert "Looked for and not found: shard_dim1, " in one.sentence and "rope_missing" not in one.sentence
 
 

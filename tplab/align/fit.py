@@ -219,7 +219,7 @@ class GuiltyPoint:
         count = f"{int(rows.sum())} of {len(rows)} rows"
         if most == float("inf"):
             return f"{count} hold NaN or infinity that their inputs do not hold"
-        return f"{count} differ from what their inputs give, by up to {one_digit(most)} of a row's largest value"
+        return f"{count} differ from what their inputs give, by up to {one_digit(most)} times a row's largest value"
 
     def unknown(self, wrong: Rows) -> Diagnosis:
         """A diagnosis without a name: the rows, their difference, and what was ruled out."""

@@ -246,7 +246,8 @@ EXERCISES = [
         "the MLP is given what attention was given: what goes in after the first residual?":
             "    own = own ->     first = own\n    own = own ;; post_norm(own) -> post_norm(first)",
         "a residual is added to the normed rows: it is added to what went into the norm":
-            f"own = own + {_ATTENDS} -> own = input_norm(own); own = own + {_ATTENDS.replace('input_norm(own)', 'own')}",
+            f"own = own + {_ATTENDS} -> own = input_norm(own); own = own + "
+            f"{_ATTENDS.replace('input_norm(own)', 'own')}",
         "the second residual is what came into the layer; attention belongs to it":
             "    own = own ->     first = own\n    own = own ;; return own -> return first",
         "a rank goes on with its own summand of its rows: where are the others' added?":

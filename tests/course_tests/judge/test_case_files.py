@@ -234,8 +234,8 @@ def test_what_is_still_wrong_is_said_with_the_run_in_which_it_is(number, says, r
 @pytest.mark.parametrize("repair", [{"mask_scores": len}, {"attend": len}, {**WHOLE, "attend": len}])
 def test_a_repair_replaces_what_is_wrong_and_nothing_else(repair, runs):
     assert refused(repairing.examine, case(), repair, 5) == (
-        f"the numbers are right, and the repair replaces {' and '.join(repair)}. What is wrong, RowParallelLinear.reduce "
-        "and mask_scores, must be replaced, and nothing else. In production: It costs.")
+        f"the numbers are right, and the repair replaces {' and '.join(repair)}. What is wrong, "
+        "RowParallelLinear.reduce and mask_scores, must be replaced, and nothing else. In production: It costs.")
 
 
 def test_a_repair_may_not_cost_a_collective_more(runs):
