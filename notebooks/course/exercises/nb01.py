@@ -94,12 +94,20 @@ EXERCISES = [
             "(mask, -> (torch.ones_like(mask).triu(),",
         "hidden keys can still be seen: exp of their scores must be 0, and exp of 0 is 1": (
             'float("-inf") -> 0', 'scores.masked_fill(mask, float("-inf")) -> scores * ~mask'),
+        "-100 is not low enough beside the scores of every model": 'float("-inf") -> -100.0',
+        "True counts as 1: added to a score it makes it larger, and hides nothing":
+            'scores.masked_fill(mask, float("-inf")) -> scores + mask',
+        "what may be seen has lost its score: NaN became 0":
+            'scores.masked_fill(mask, float("-inf")) -> '
+            '(scores + mask.to(scores.dtype) * float("-inf")).nan_to_num()',
+        "everything is hidden": "(mask, -> (torch.ones_like(mask),",
         "softmax is in it, and scores must come back": 'float("-inf")) -> float("-inf")).softmax(-1)',
     }, observe=low_is_infinite, dims="sequence, head, query, key", within=0, writes="scores", patches=at(TARGET),
-             place="adds the mask to the scores"),
+             place="hides keys from queries"),
     Exercise("01", my_assert_no_nan, with_nan, {
         "it never raises, not even where all is NaN (NaN is equal to nothing, not even to NaN)": "share == 0 -> True",
-        "-inf is not NaN: it is how a mask hides keys": "torch.isnan(tensor) -> torch.isfinite(tensor).logical_not()",
+        "-inf is not NaN: it is how a mask hides keys": (
+            "torch.isnan(tensor) -> torch.isfinite(tensor).logical_not()", "share == 0 -> tensor.isfinite().all()"),
         "inf and -inf are not NaN, but their sum is": "share == 0 -> not tensor.sum().isnan()",
         "it always raises: is the condition the wrong way round, or is a pair of () missing?":
             "share == 0 -> not torch.isnan",

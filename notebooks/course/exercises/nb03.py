@@ -130,14 +130,18 @@ EXERCISES = [
         "it is turned the other way round: look at the sign of the sine, or of one half":
             "[-second, first] -> [second, -first]",
         "numbers 0 and 1 are turned as a pair; here number 0 belongs to number head_dim / 2":
-            f"{_PAIRED} ;; {_IN_A_ROW}",
+            (f"{_PAIRED} ;; {_IN_A_ROW}", "x.chunk(2, dim=-1) -> x[..., ::2], x[..., 1::2] ;; "
+             "x * -> torch.cat([first, second], dim=-1) *"),
         "every token is turned as if its row were its position; positions says where it stands":
             "positions[:, None] -> torch.arange(len(positions))[:, None]",
         "theta is given, and 10000 is taken": "theta ** -> 10000.0 **",
         "the speed of pair i is theta ** (-2 i / head_dim); in yours, the exponent is twice as large":
             "/ head_dim) -> * 2 / head_dim)",
+        "the speed of pair i is theta ** (-2 i / head_dim); in yours, the exponent is half as large":
+            "/ head_dim) -> / 2 / head_dim)",
         "the angles are computed in the dtype of x, which has too few digits for large positions":
-            "positions[:, None].float() -> positions[:, None].to(x.dtype)",
+            ("positions[:, None].float() -> positions[:, None].to(x.dtype)",
+             "positions[:, None].float() * speeds -> (positions[:, None].float() * speeds).to(x.dtype)"),
     }, "on {ranks}, an engine without a table of its own turns as Hugging Face does", dims="token, head, number",
              patches=as_tables, engine=instead_of_tables, place="makes the tables of angles"),
     Exercise("03", my_positions, lambda: [Example(*both) for both in (

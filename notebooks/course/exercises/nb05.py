@@ -210,6 +210,12 @@ EXERCISES = [
             "cache.flatten(0, 1) -> cache.flatten(0, 1).clone()",
             "cache.flatten(0, 1) -> cache[block_ids].flatten(0, 1) ;; "
             "block_ids[position // size] * size + position % size -> position"),
+        "the keys are one slot too early: the first new one stands at position start":
+            "flat[slots[start:]] = new -> flat[[slot - 1 for slot in slots[start:]]] = new",
+        "the next slot can be in another block: ask the table for each position":
+            "flat[slots[start:]] = new -> flat[slots[start]:slots[start] + len(new)] = new",
+        "places behind the last key come back, too: there are start + tokens keys":
+            "return flat[slots] -> return cache[block_ids].flatten(0, 1)",
     }, "on {ranks}, every key and value goes where the table says and comes back in order", written, batches_through,
              in_blocks, dims="position, KV head, number", within=0, writes="cache", place="writes and reads the cache"),
     Exercise("05", my_key, pairs, {
@@ -223,6 +229,8 @@ EXERCISES = [
         "a block that two sequences use is free after the first release: subtract one user": "-= 1 -> = 0",
         "a block that is released twice could be given to two sequences: raise a ValueError": (
             "raise ValueError -> str", "if not self.users[block] -> if False"),
+        "share() of a block without users counts its first one: it was found by its key":
+            "self.users[block] += 1 -> self.users[block] += bool(self.users[block])",
         "allocate() does not count the first user of its block": "self.users[block] = 1 -> pass",
     }, "300 random operations, and the engine with few blocks on {ranks}: all counts are right", at_random,
              pool_patches, short_of_blocks, place="allocates and frees blocks")]

@@ -278,6 +278,9 @@ EXERCISES = [
     Exercise("06", MyLayer, lambda: [
         Example(*args, ranks=args[2], says=f"{args[0]} query and {args[1]} KV heads over {counted(args[2], 'rank')}")
         for args in ((8, 2, 1, False), (8, 2, 2, False), (9, 3, 2, False), (8, 2, 3, True))], {
+        "one of the two sums over the ranks is missing: o_proj and mlp are whole on every rank": (
+            "all_reduce(out.flatten(1) @ self.o.T) -> out.flatten(1) @ self.o.T",
+            "all_reduce(inner @ self.down.T) -> inner @ self.down.T"),
         "rms_norm_eps is not added to the mean": " + self.eps -> ",
         "numbers 0 and 1 are turned as a pair; here number 0 belongs to number head_dim / 2":
             "a, b = x.chunk(2, dim=-1) -> a, b = x[..., ::2], x[..., 1::2]",

@@ -76,7 +76,7 @@ EXERCISES = [
     }, "every matrix of the rank once, and its cache", bytes_read, engine=lambda setting, answer: None,
              more=notebooks_model),
     Exercise("10", my_step_seconds, steps, {
-        "a sum waits for the slowest rank, not for the mean": (
+        "a collective waits for the slowest rank, not for the mean": (
             "max(rank_bytes) -> sum(rank_bytes) / len(rank_bytes)",
             "max(rank_bytes) -> sum(rank_bytes) / len(rank_bytes) ;;  + collectives * latency -> "),
         "ranks work at the same time; none reads for the others": "max(rank_bytes) -> sum(rank_bytes)",
@@ -84,6 +84,9 @@ EXERCISES = [
             "2 * num_layers + 2 -> num_layers + 2",
         "beside the layers there is a collective after the embedding, and one for the best tokens":
             "2 * num_layers + 2 -> 2 * num_layers",
+        "the number of collectives depends on num_layers": "2 * num_layers + 2 -> 14",
+        "latency is that of a collective, whatever the number of ranks":
+            "collectives * latency -> collectives * latency * (len(rank_bytes) - 1)",
         "one rank alone has no collective": " if len(rank_bytes) > 1 else 0 -> ",
         "nothing overlaps: the next product needs the sum, so both times count":
             "max(rank_bytes) / bandwidth + collectives * latency -> "

@@ -91,6 +91,8 @@ EXERCISES = [
         "no weight is in it: each expert's output is multiplied by its weight": " * weights[rows, place, None] -> ",
         "gate and up are exchanged: which half of gate_up goes through silu?": "gate, up = -> up, gate =",
         "gate and up are both put through silu; only gate is": "F.silu(gate) * up -> F.silu(gate) * F.silu(up)",
+        "the weights are divided by their sum: take them as they are given":
+            "weights[rows, place, None] -> (weights / weights.sum(-1, keepdim=True))[rows, place, None]",
         "the weights of another choice are taken: place says where in ids the expert stands":
             "weights[rows, place, None] -> weights[rows, :1]",
         "rows of tokens that did not choose an expert are computed, too: take only those that did":
@@ -98,4 +100,5 @@ EXERCISES = [
         "where a token has two experts on a rank, the second overwrites the first: add them up":
             f"{_WEIGHED} -> summand[rows] = out * weights[rows, place, None]",
     }, "each token has its experts' sum, with one all_reduce and no row too many; on {ranks}, the model agrees with "
-       "Hugging Face, dealt out either way", on_a_rank, block_of, in_a_model, dims="token, hidden", alone=ALONE)]
+       "Hugging Face, with its experts cut or whole", on_a_rank, block_of, in_a_model, dims="token, hidden",
+             alone=ALONE)]

@@ -178,6 +178,9 @@ EXERCISES = [
         "token more": ("propose(text) -> []", "propose(text) -> propose(text) and []"),
         "rejected guesses are counted as tokens in the cache; their keys have to be computed anew":
             "have = len(text) - 1 -> have += len(new)",
+        "a rejected guess stays in the text": "draft[:kept] + [chosen[kept]] -> draft + [chosen[kept]]",
+        "the guesses are compared with the choices from the first on: the newest token's choice is at another index":
+            "[len(text) - 1 - have:] -> ",
         "a guess after a wrong one is used: the model chose it after another text": (
             "kept = 0 -> kept = sum(a == b for a, b in zip(draft, chosen)) ;; while kept -> while False and kept"),
     }, "no rejected token stays, in the text or in the cache; on {ranks}, the text is plain greedy's", guessed,

@@ -35,13 +35,14 @@ from tplab.ranks import all_gather, all_reduce, barrier, broadcast, rank, reduce
 
 def defined(code: str, name: str, known: Mapping = MappingProxyType({})):
     """What ``code`` calls ``name``, as from a notebook's cell where ``known`` is defined; what stands there as a call
-    is not carried out."""
+    is not carried out, nor what asks the judge."""
     file, source = f"<answer {next(_number)}>", dedent(code).strip("\n") + "\n"
     space = {"__name__": "__main__"}
     exec(SETUP, space)
     space.update(known)
     tree = ast.parse(source, file)
-    tree.body = [statement for statement in tree.body if not isinstance(statement, ast.Expr)]
+    tree.body = [statement for statement in tree.body if not (isinstance(statement, ast.Expr) or isinstance(
+        statement, ast.Assign) and any(getattr(node, "id", "") == "lesson" for node in ast.walk(statement.value)))]
     run_lines(source, file, space, tree)
     return space[name]
 

@@ -9,6 +9,9 @@ from tplab.model.experts import routed_by
 from tplab.ranks import logical_ranks
 from tplab.shard import ShardPlan
 
+# Notebook 12's engines, whose bugs it asks for.
+BUGS = {"A": "router_not_renormalised", "B": "experts_off_by_offset", "C": "all_reduce_twice"}
+
 
 def chosen(ckpt: Checkpoint, prompts) -> tuple[torch.Tensor, torch.Tensor]:
     """What the routers say of one prompt, or of several: weights and ids of the tokens' experts, both ``[layers,

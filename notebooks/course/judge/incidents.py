@@ -93,8 +93,9 @@ class Incidents:
         import pandas as pd
 
         now = _belongings(self.pool)
-        frame = pd.DataFrame({"before": self._before, "now": now})
-        return Table(frame, pd.DataFrame({"before": False, "now": frame["now"] > frame["before"]}))
+        before = "before the failures"
+        frame = pd.DataFrame({before: self._before, "now": now})
+        return Table(frame, pd.DataFrame({before: False, "now": frame["now"] > frame[before]}))
 
 
 def _belongings(pool: RankPool) -> dict[str, int]:

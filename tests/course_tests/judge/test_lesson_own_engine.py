@@ -72,7 +72,8 @@ def hand_in(name, code):
 
 def test_pieces_come_from_what_was_kept_and_the_rest_is_the_labs(solved, reference, capsys):
     hand_in("my_positions", solutions(lesson.all_exercises())["my_positions"])
-    hand_in("my_key", "n = 3\nprint('a cell that calls')\ndef my_key(parent, ids): return hash((parent, tuple(ids)))")
+    hand_in("my_key", "n = 3\nprint('a cell that calls')\ndef my_key(parent, ids): return hash((parent, tuple(ids)))\n"
+            "mine = lesson.judge(my_key)")
     assert capsys.readouterr().out == ""
     attempt = lesson.own_pieces()
     assert set(attempt) == {"my_positions", "my_key"}
