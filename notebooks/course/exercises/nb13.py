@@ -234,7 +234,7 @@ EXERCISES = [
             "+ rows[at % len(sizes)] -> + rows[rank()]",
         "each rank ends with the sum of another rank's rows: with whose rows must a rank begin?":
             "at = x.split(sizes), rank() - 1 -> at = x.split(sizes), rank()",
-        "the sum is right, and rows are sent that the next rank needs not: a message has the rows of one rank":
+        "the sum is right, and rows are sent that the next rank does not need: a message has the rows of one rank":
             "x.split(sizes), rank() - 1 -> [x] * len(sizes), 0 ;; return summed -> return summed.split(sizes)[rank()]",
     }, "every rank returns the sum of its rows, and no row is sent twice; on {ranks}, with an all-gather "
        "behind it, it takes the place of the engine's all_reduce", passed, reduced_by, in_the_engine,

@@ -41,10 +41,15 @@ def defined(code: str, name: str, known: Mapping = MappingProxyType({})):
     exec(SETUP, space)
     space.update(known)
     tree = ast.parse(source, file)
-    tree.body = [statement for statement in tree.body if not (isinstance(statement, ast.Expr) or isinstance(
-        statement, ast.Assign) and any(getattr(node, "id", "") == "lesson" for node in ast.walk(statement.value)))]
+    tree.body = [statement for statement in tree.body if not isinstance(statement, ast.Expr) and not _asks(statement)]
     run_lines(source, file, space, tree)
     return space[name]
+
+
+def _asks(statement: ast.stmt) -> bool:
+    """Whether it is like ``mine = lesson.judge(…)``."""
+    return isinstance(statement, ast.Assign) and any(
+        getattr(node, "id", "") == "lesson" for node in ast.walk(statement.value))
 
 
 def listed(what: str, values: Iterable) -> list[int]:
