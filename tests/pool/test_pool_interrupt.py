@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from helpers.failing import SOON, light_path
 
+from tplab import RankPool
 from tplab.ranks import RankError, all_reduce, rank, state
 
 took = []  # seconds from an interrupt to its end, or from there to the end of the next run
@@ -109,6 +110,30 @@ def test_a_second_interrupt_while_the_first_is_handled(pool):
     begin = time.monotonic()
     assert pool.run(rank) == [0, 1]
     assert time.monotonic() - begin < SOON
+
+
+def test_while_the_thread_that_starts_a_rank_begins(monkeypatch):
+    """On a busy machine this takes long, and the rank is started all the same: it must not run on."""
+    begin = threading.Thread.start
+
+    def interrupted_start(thread):
+        begin(thread)
+        if thread.name.startswith("start of rank"):
+            raise KeyboardInterrupt
+
+    with RankPool(2) as pool:
+        pool.run(rank)
+        at_first = len(psutil.Process().children(recursive=True))
+        with pytest.raises(RankError):
+            pool.run(lambda: os.kill(os.getpid(), signal.SIGKILL) if rank() else None)
+        with monkeypatch.context() as patching, pytest.raises(KeyboardInterrupt):
+            patching.setattr(threading.Thread, "start", interrupted_start)
+            pool.run(rank)
+        for thread in threading.enumerate():
+            if thread.name.startswith("start of rank"):
+                thread.join()
+        assert len(psutil.Process().children(recursive=True)) == at_first - 2, "neither of the two ranks"
+        assert pool.run(rank) == [0, 1]
 
 
 def test_what_was_printed_is_shown(pool, capsys):

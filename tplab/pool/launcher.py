@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import closing, contextmanager
 from multiprocessing import resource_tracker, util
 from types import ModuleType
@@ -32,16 +32,22 @@ def start(spec: worker.Spec):
 
     This happens on a thread of its own, where no interrupt can cut it short: half a request would end the fork server.
     """
-    thread = ThreadPoolExecutor(1, thread_name_prefix=f"start of rank {spec.rank}")
-    started = thread.submit(_process, spec)
-    thread.shutdown(wait=False)
+    started: Future = Future()
     try:
+        threading.Thread(target=_start, args=(spec, started), name=f"start of rank {spec.rank}").start()
         return started.result()
     except Exception as error:
         raise RankError(f"rank {spec.rank} could not be started: {error}") from error
     except BaseException:  # an interrupt: the process is ended when it has started
         started.add_done_callback(_end)
         raise
+
+
+def _start(spec: worker.Spec, started: Future) -> None:
+    try:
+        started.set_result(_process(spec))
+    except BaseException as error:
+        started.set_exception(error)
 
 
 def _end(started: Future) -> None:
