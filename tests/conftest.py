@@ -1,6 +1,5 @@
 """What every test of the house shares: one thread per process, no hub, one way to ask for the real model."""
 
-import ctypes
 import gc
 import os
 import shutil
@@ -20,7 +19,8 @@ os.environ["TPLAB_PROGRESS"] = os.path.join(tempfile.mkdtemp(prefix="tplab-tests
 import hypothesis
 import pytest
 
-libc = ctypes.CDLL(None)
+from tplab.pool.capture import libc
+
 ROOT = Path(__file__).resolve().parent.parent
 PROGRESS = Path(os.environ["TPLAB_PROGRESS"]).parent
 
