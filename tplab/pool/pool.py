@@ -3,11 +3,11 @@
 import atexit
 import itertools
 import os
-import shutil
 import sys
 import tempfile
 import threading
 import weakref
+from contextlib import suppress
 
 from tplab.checks import quoted, whole_number
 from tplab.patch import in_force
@@ -108,7 +108,9 @@ class RankPool:
             return
         self.closed = True
         end_all(getattr(self, "_processes", []))
-        shutil.rmtree(self._folder, ignore_errors=True)
+        with suppress(OSError):  # a rank whose start was cut short may still write there
+            _empty(self._folder)
+            os.rmdir(self._folder)
         _open_pools.discard(self)
         # A run in another thread ends when its ranks have died; only then can the memory be freed.
         waited = self._owner != threading.get_ident() and self._lock.acquire(timeout=10)
@@ -166,8 +168,8 @@ class RankPool:
             self._watch.stop()  # an interrupt may have cut the last attempt short
         self._epoch += 1
         self._fresh, self._set_up, self._watch = True, None, None
-        shutil.rmtree(self._folder, ignore_errors=True)  # the last epoch's rendezvous
-        os.makedirs(self._folder, 0o700, exist_ok=True)  # a rank whose start was cut short may still write there
+        os.makedirs(self._folder, 0o700, exist_ok=True)  # a cleaner of temporary folders may have removed it
+        _empty(self._folder)  # of the last epoch's rendezvous
         dead = [process for process in self._processes if process.dead()]
         for process in dead:
             self._control.clear_rank(process.rank, self._epoch)
@@ -219,6 +221,14 @@ def latest_pool() -> RankPool:
 def _close_all() -> None:
     for pool in list(_open_pools):
         pool.close()
+
+
+def _empty(folder: str) -> None:
+    """Remove the files in a folder. An interrupt in ``shutil.rmtree`` can leave a descriptor open, or become an
+    OSError."""
+    for name in os.listdir(folder):
+        with suppress(FileNotFoundError):  # gloo removes its file itself when the last rank has left
+            os.unlink(os.path.join(folder, name))
 
 
 def _read(rank, answer):

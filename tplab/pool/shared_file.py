@@ -14,20 +14,31 @@ class SharedFile:
     """A file that has no name. Pickled while a rank is being started, it is the same file there."""
 
     def __init__(self, label: str, size: int = 0):
+        self.size, self._descriptors = size, []
         if hasattr(os, "memfd_create"):
-            self.fd = os.memfd_create(f"tplab-{os.getpid()}-{label}")
+            self._open(os.memfd_create, f"tplab-{os.getpid()}-{label}")
         else:
             with tempfile.TemporaryFile() as file:
-                self.fd = os.dup(file.fileno())
-        self.size = size
+                self._open(os.dup, file.fileno())
         os.ftruncate(self.fd, size)
+
+    def _open(self, opens, what) -> None:
+        # In one call of C code: a Ctrl-C between the call of `opens` and an assignment would leave the file open.
+        self._descriptors.extend(map(opens, [what]))
+
+    @property
+    def fd(self) -> int:
+        """The descriptor; -1 if the file is closed."""
+        return self._descriptors[0] if self._descriptors else -1
 
     def __reduce__(self):
         return _arrive, (reduction.DupFd(self.fd), self.size)
 
     def duplicate(self) -> "SharedFile":
         """The same file under another descriptor, which can be closed by itself."""
-        return _adopt(os.dup(self.fd), self.size)
+        twin = _without_descriptor(self.size)
+        twin._open(os.dup, self.fd)
+        return twin
 
     def map(self) -> mmap.mmap:
         return mmap.mmap(self.fd, self.size)
@@ -53,20 +64,21 @@ class SharedFile:
         os.ftruncate(self.fd, size)
 
     def close(self) -> None:
-        if self.fd >= 0:
-            fd, self.fd = self.fd, -1
-            os.close(fd)
+        while self._descriptors:
+            os.close(self._descriptors.pop())
 
     def __del__(self):
-        if hasattr(self, "fd"):
+        if hasattr(self, "_descriptors"):
             self.close()
 
 
 def _arrive(duplicate, size):
-    return _adopt(duplicate.detach(), size)
+    shared = _without_descriptor(size)
+    shared._descriptors.append(duplicate.detach())
+    return shared
 
 
-def _adopt(fd, size):
+def _without_descriptor(size):
     shared = object.__new__(SharedFile)
-    shared.fd, shared.size = fd, size
+    shared.size, shared._descriptors = size, []
     return shared

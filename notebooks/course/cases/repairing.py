@@ -75,19 +75,21 @@ def _in_the_engine(case, repair: Mapping[str, Callable], seed: int) -> str:
                 reports.append(_run(case, trial, mended, size, logical=bool(at)))
             except NotYet as wrong:
                 ranks = counted(size, "rank")
-                raise NotYet(f"it hides the symptom: the reported run is right now; with fresh tokens, on {ranks}, "
-                             f"{trial.says} is not. {str(wrong).rstrip('.')}. In production: "
-                             f"{file.production}") from None
+                raise _refused(file, f"it hides the symptom: the reported run is right now; with fresh tokens, on "
+                                     f"{ranks}, {trial.says} is not. {str(wrong).rstrip('.')}") from None
     wanted = 1 + 2 * case.checkpoint.config.num_layers  # the embedding's, and two in each layer
     if (more := max((len(log) - wanted for report in reports for log in report.op_logs), default=0)) > 0:
-        raise NotYet(f"the numbers are right, and a forward pass has {more} collectives more than it needs: in each "
-                     f"one all ranks wait for the slowest. In production: {file.production}")
+        raise _refused(file, f"the numbers are right, and a forward pass has {more} collectives more than it needs: "
+                             "in each one all ranks wait for the slowest")
     if set(repair) != set(file.repair):
-        raise NotYet(f"the numbers are right, and the repair replaces {' and '.join(repair)}. What is wrong, "
-                     f"{' and '.join(file.repair)}, must be replaced, and nothing else. In production: "
-                     f"{file.production}")
+        raise _refused(file, f"the numbers are right, and the repair replaces {' and '.join(repair)}. What is wrong, "
+                             f"{' and '.join(file.repair)}, must be replaced, and nothing else")
     return (f"the mended engine agrees with Hugging Face on the reported run, and on fresh tokens with "
             f"{', '.join(map(str, sorted(sizes)))} ranks.")
+
+
+def _refused(file: CaseFile, why: str) -> NotYet:
+    return NotYet(f"{why}. In production: {file.production}")
 
 
 def _run(case, trial: Trial, patches, size: int, logical: bool = False) -> AlignReport:

@@ -147,8 +147,8 @@ def at_random(cls, num_blocks):
             if not is_unused and not isinstance(error, ValueError):
                 raise
             result, raised = None, type(error).__name__
-        wanted = "ValueError" if is_unused else "no error"
-        yield f"{after}{', of which users is 0,' * is_unused} raises {wanted}", raised == wanted, True
+        why = f", because block {block} has no users" * is_unused
+        yield f"{after} raises a ValueError{why}", raised == "ValueError", is_unused
         if what == "allocate":
             if 0 not in users:
                 yield f"{after} while no block is free gives", result, None
