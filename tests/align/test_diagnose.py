@@ -275,6 +275,15 @@ def test_rows_of_nan_do_not_hide_the_name_of_the_others(models):
     assert found[0].fault == "rope_missing" and found[1].fault is None and "1 of 37 rows hold NaN" in found[1].sentence
 
 
+def test_a_first_row_without_a_key_is_not_the_mask_that_makes_nan_everywhere(models):
+    """A mask that hides a token's own key, too: its first row has no key at all, and only that row is NaN."""
+    def without_own(positions, keys):
+        return torch.arange(keys) >= positions[:, None, :, None]
+
+    found = broken(models("llama"), [Patch("tplab.model.attention.causal_mask", without_own)]).diagnoses
+    assert [one.fault for one in found][:2] == ["mask_off_by_one", None], found
+
+
 # A row of the cache.
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -159,10 +159,11 @@ def test_check_sees_every_kind_of_damage():
     """A block without a user that is not free either is lost for ever: no table names it."""
     assert damaged(lambda pool, table: pool._free.popitem()) == "block 3 has 0 users and is not free"
     assert damaged(lambda pool, table: pool._free.update({table.block_ids[0]: None})
-                   ) == "block 0 has 1 users and is free"
-    assert damaged(lambda pool, table: table.block_ids.pop()).startswith("block 1 is leaked: counted 1 times")
+                   ) == "block 0 has 1 user and is free"
+    assert damaged(lambda pool, table: table.block_ids.pop()) == \
+        "block 1 has 1 user by its count, and is in 0 block tables (it is leaked)"
     assert damaged(lambda pool, table: table.block_ids.append(3)
-                   ) == "block 3 is counted 0 times, but stands in 1 tables"
+                   ) == "block 3 has 0 users by its count, and is in 1 block table"
     assert damaged(lambda pool, table: pool.keys.insert(0, pool.keys.pop(1))) == \
         "block 0 is found under a key that is not its own", "two of them changed places"
     assert damaged(lambda pool, table: pool.keys.reverse()) == "block 0 is found under a key that is not its own"

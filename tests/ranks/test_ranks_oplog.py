@@ -34,9 +34,9 @@ def test_the_log_keeps_the_newest(run):
 
 
 @pytest.mark.parametrize("differs, head, rows", [
-    (20, "(17 earlier ones agree), ≠ marks the first difference:", [18, 19, 20, 21, 22, 23]),
+    (20, "(17 earlier ones look alike), ≠ marks the first difference:", [18, 19, 20, 21, 22, 23]),
     (2, ", ≠ marks the first difference:", [1, 2, 3, 4, 5]),
-    (None, "(24 earlier ones agree), the same operations on all ranks:", [25, 26, 27, 28, 29, 30]),
+    (None, "(24 earlier ones look alike), the same operations on all ranks:", [25, 26, 27, 28, 29, 30]),
 ])
 def test_an_error_shows_six_collectives_around_the_first_difference(differs, head, rows):
     logs = [[OpRecord(n, "barrier" if (r, n) == (1, differs) else "broadcast", (), "int64", 0, "", 1, True)

@@ -146,8 +146,10 @@ class GuiltyPoint:
         shows = {rank: ~(by_row(guess[rank], self.right[rank]) <= 2 * self.limit) for rank in self.held}
         spared = sum(int((shows[rank] & ~self.wrong[rank]).sum()) for rank in self.ranks)
         scope = self._scope(shows, wrong) if spared else ""
-        if not finite and spared and scope != IN_PROMPTS:
-            return None  # NaN and infinity fit too much
+        if not finite and (spared and scope != IN_PROMPTS or any(
+                bool((self.finite[rank] & ~self.decoded & ~guess[rank].flatten(1).isfinite().all(1)).any())
+                for rank in rows)):
+            return None  # NaN and infinity fit too much: here other rows would hold them, too
         elsewhere = any(bool(shows[rank].any()) for rank in shows if rank not in self.ranks)
         if elsewhere and self._adds_less(bug):
             return None  # a rank has the sum, so all ranks took part in it

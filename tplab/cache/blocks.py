@@ -10,7 +10,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
-from tplab.checks import positive_int
+from tplab.checks import counted, positive_int
 from tplab.errors import TplabError
 
 
@@ -125,10 +125,12 @@ class BlockPool:
             raise CacheError(f"{self.num_free} free and {self.num_used} used blocks are not {self.num_blocks}")
         for block, count in enumerate(self.ref_counts):
             if count != users[block]:
-                what = "leaked: " if count > users[block] else ""
-                raise CacheError(f"block {block} is {what}counted {count} times, but stands in {users[block]} tables")
+                leaked = " (it is leaked)" * (count > users[block])
+                raise CacheError(f"block {block} has {counted(count, 'user')} by its count, and is in "
+                                 f"{counted(users[block], 'block table')}{leaked}")
             if (count == 0) != (block in self._free):
-                raise CacheError(f"block {block} has {count} users and is {'' if block in self._free else 'not '}free")
+                raise CacheError(f"block {block} has {counted(count, 'user')} and is "
+                                 f"{'' if block in self._free else 'not '}free")
         for key, block in self._by_key.items():
             if self.keys[block] != key:
                 raise CacheError(f"block {block} is found under a key that is not its own")

@@ -7,8 +7,8 @@ from tplab.faults.fault import bug
 
 
 def slot_off_by_one(block_ids, positions: range, block_size: int) -> list[int]:
-    late = len(positions) == 1                           # when decoding, 1 is subtracted from len twice
-    return [block_ids[p // block_size] * block_size + p % block_size - late for p in positions]
+    early = len(positions) == 1                          # of a decoded token 1 is subtracted from its position
+    return [block_ids[p // block_size] * block_size + p % block_size - early for p in positions]
 
 
 def stale_block_table(sequence) -> tuple[int, ...]:

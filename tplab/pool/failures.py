@@ -1,5 +1,7 @@
 """What went wrong in a command: one `RankError` from what a `Watch` has seen."""
 
+from dataclasses import replace
+
 from tplab.pool import transfer
 from tplab.pool.control_block import ANSWERED_AT
 from tplab.pool.rank_process import snapshot
@@ -88,7 +90,8 @@ def _error(watch, summary, causes, kind=RankError):
     dead = [r for r, status in enumerate(watch.status) if status == "dead"]
     watch.stop()
     # Read when no rank runs any more: logs that still grow would seem to differ.
-    logs = [log.records(before) for log, before in zip(watch.control.logs, watch.before)]
+    logs = [[replace(record, seq=record.seq - before) for record in log.records(before)]  # counted in this run
+            for log, before in zip(watch.control.logs, watch.before)]
     notes = []
     if watch.ended:
         notes.append(f"{_ranks(watch.ended)} did not stop and had to be ended.")

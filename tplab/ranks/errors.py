@@ -182,7 +182,7 @@ def side_by_side(logs, causes, keep: int = 6) -> list[str]:
         cells = [_cell(columns[r].get(seq), causes.get(r)) for r in range(len(logs))]
         rows.append([("≠ " if seq == differs else "  ") + f"#{seq}", *cells])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    skipped = f" ({begin - first} earlier ones agree)" if begin > first else ""
+    skipped = f" ({begin - first} earlier ones look alike)" if begin > first else ""
     verdict = "≠ marks the first difference" if differs else "the same operations on all ranks"
     head = f"collectives of this run{skipped}, {verdict}:"
     return [head, *("  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)]

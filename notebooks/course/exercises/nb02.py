@@ -77,7 +77,7 @@ def dealt_evenly(answer, num_heads, num_kv_heads, size):
     owned = [head for q, _ in deal for head in q]
     yield "the query heads of all ranks, in their order, are", owned, [*range(num_heads)]
     for r, (q, kv) in enumerate(deal):
-        yield f"the number of query heads of rank {r} is", len(q), len(q) or "at least 1"
+        yield f"rank {r} is without query heads", not len(q), False
         reads = sorted({head // group for head in q})
         yield f"the KV heads of rank {r}, whose query heads are {q[0]} to {q[-1]}, are", [*kv], reads
     counts = [len(q) for q, _ in deal]
@@ -138,13 +138,16 @@ def models_own(setting):
                     says="the weights of the model")]
 
 
+_CUT = "source[rows.start:rows.stop]"
 _READ = "range(first // group, (end - 1) // group + 1)"
 EXERCISES = [
     Exercise("02", my_column_shard, cuts((2, (5, 6)), (2, (12, 14)), (3, (11, 4)), (3, (11,)), (2, (16, 3))), {
         "these are the first rows; where do the rows of this rank begin?": "rows.start:rows.stop -> :len(rows)",
         "columns come back. A weight is [out, in]: which of the two is cut here?": (
             "[rows -> [:, rows", "[rows.start:rows.stop] -> [:, rows.start:rows.stop].T",
-            "[rows.start:rows.stop] -> [:].reshape(source.shape[::-1])[:, rows.start:rows.stop].T"),
+            "[rows.start:rows.stop] -> [:].reshape(source.shape[::-1])[:, rows.start:rows.stop].T",
+            f"{_CUT} -> {_CUT} if len(source.shape) == 1 else source[:, rows.start:rows.stop]",
+            f"{_CUT} -> {_CUT} if len(source.shape) == 1 else source[:, rows.start:rows.stop].T"),
         "the rows are right, and all of the source was read for them: slice the source itself": "[rows -> [:][rows",
     }, SHARDS, of_a_rank, at("tplab.shard.linear.column_shard", "tplab.shard.embedding.column_shard"), in_the_engine,
              within=0, dims="row, column", place="cuts rows out of a weight", alone=ALONE),
@@ -191,6 +194,8 @@ EXERCISES = [
             "x @ up[first:end].T -> all_reduce(x @ up[first:end].T)",
         "every rank has computed everything":
             "all_reduce(summand) -> summand ;; up[first:end] -> up ;; [:, first:end] -> ",
+        "all of up is multiplied, and the rank's part is cut out afterwards":
+            "x @ up[first:end].T -> (x @ up.T)[:, first:end]",
         "what the division leaves over is on no rank":
             "r * len(up) // world_size() -> r * (len(up) // world_size())",
     }, "x upᵀ downᵀ + bias on every rank, each with its own share of the work, and one all_reduce; the model's own MLP "

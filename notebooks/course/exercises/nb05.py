@@ -5,6 +5,7 @@ from collections import OrderedDict
 
 import torch
 
+from course.judge.differ import kind
 from course.judge.exercise import Example, Exercise, at
 from course.judge.words import NotYet
 from tplab.cache import CacheError, paged
@@ -142,19 +143,22 @@ def at_random(cls, num_blocks):
         done.append(now)
         is_unused = what == "release" and not users[block]
         try:
-            result, raised = getattr(pool, what)(*[block] * (what != "allocate")), "no error"
+            result, raised = getattr(pool, what)(*[block] * (what != "allocate")), None
         except Exception as error:
             if not is_unused and not isinstance(error, ValueError):
                 raise
             result, raised = None, type(error).__name__
-        why = f", because block {block} has no users" * is_unused
-        yield f"{after} raises a ValueError{why}", raised == "ValueError", is_unused
+        if is_unused:
+            yield f"{after}, of a block without users, raises", raised, "ValueError"
+        else:
+            yield f"{after} raises a ValueError", raised == "ValueError", False
         if what == "allocate":
             if 0 not in users:
                 yield f"{after} while no block is free gives", result, None
             else:
                 free = [number for number, count in enumerate(users) if not count]
-                yield f"{after} gives", result, result if type(result) is int and result in free else f"one of {free}"
+                fits = type(result) is int and result in free
+                yield f"{after} gives {kind(result)}, though the free blocks are {free}", not fits, False
                 users[result] += 1
         elif not is_unused:
             users[block] += 1 if what == "share" else -1

@@ -225,9 +225,10 @@ def layer_in_steps(cls, heads, kv_heads, size, llama):
     before = len(collectives())
     shown, taken = in_steps(cls, toy, plan)
     for points, must, (start, stop) in zip(shown, right, pairwise(STEPS)):
-        for name in POINTS:
-            if name in points:
-                yield f"tokens {start} to {stop - 1}: point {name!r}", points[name], must[name]
+        given = [name for name in POINTS if name in points]
+        for name in given:
+            right_so_far = f" (right: {', '.join(given[:-1])})" * (name == "output" and len(given) > 1)
+            yield f"tokens {start} to {stop - 1}: point {name!r}{right_so_far}", points[name], must[name]
     passes = len(shown)
     yield f"the collectives of {passes} passes are", collectives()[before:], ["all_reduce"] * 2 * passes
     for name in taken:
@@ -251,7 +252,13 @@ EXERCISES = [
         "each rank returns the rows that it has: where does it get those of the other ranks?": (
             f"{_SUM} -> vectors.masked_fill(~is_here[:, None], 0)",
             f"{_ROWS} -> weight_here[ids % len(rows)] ;; {_SUM} -> vectors"),
-        "for a token of another rank, row 0 is added: add zeros": f"{_SUM} -> all_reduce(vectors)",
+        "for a token of another rank, one of this rank's rows is added: add zeros": (
+            f"{_SUM} -> all_reduce(vectors)",
+            f"{_ROWS} -> weight_here[(ids - rows.start).clamp(0, len(rows) - 1)] ;; {_SUM} -> all_reduce(vectors)",
+            f"{_ROWS} -> weight_here[ids % len(rows)] ;; {_SUM} -> all_reduce(vectors)"),
+        "the ranks need not have equally many rows: those of this rank begin at rows.start":
+            "(ids >= rows.start) & (ids < rows.stop) -> ids // len(rows) == rank() ;; "
+            "(ids - rows.start) -> (ids - rank() * len(rows))",
     }, observe=looked_up, dims="token, number", place="looks up embeddings", alone=ALONE,
              patches=lambda answer: [Patch("tplab.shard.embedding.VocabParallelEmbedding.forward",
                                            lambda self, ids: answer(ids, self.weight, self.rows))]),
@@ -259,6 +266,8 @@ EXERCISES = [
         "rank 0's token comes back for every sequence: which rank is best for each of them?": "winner, 1] -> 0, 1]",
         "that is the number of the rank with the best score; which token does it offer?":
             "offers[range(len(offers)), winner, 1].long() -> winner",
+        "in row i, the entry of winner[i] is asked for, and the entries of all winners come back":
+            "offers[range(len(offers)), winner, 1] -> offers[:, winner, 1]",
         "NaN counts as the largest, as in torch.argmax; else a broken model would go unnoticed":
             "offers[:, :, 0].argmax -> offers[:, :, 0].nan_to_num(-1e9).argmax",
         "two ranks offer the same score. torch.argmax over the whole vocabulary takes the lowest id":
@@ -284,6 +293,14 @@ EXERCISES = [
         "rms_norm_eps is not added to the mean": " + self.eps -> ",
         "numbers 0 and 1 are turned as a pair; here number 0 belongs to number head_dim / 2":
             "a, b = x.chunk(2, dim=-1) -> a, b = x[..., ::2], x[..., 1::2]",
+        "the rotation has the other direction": "torch.cat([-b, a] -> torch.cat([b, -a]",
+        "the bias of q, k or v is missing": "x @ self.qkv.T + self.bias -> x @ self.qkv.T",
+        "silu belongs to gate, and up has it": "F.silu(x @ self.gate.T) * (x @ self.up.T) -> "
+            "(x @ self.gate.T) * F.silu(x @ self.up.T)",
+        "the numbers of one head must stay together when the heads are joined":
+            "out.flatten(1) -> out.transpose(1, 2).flatten(1)",
+        "the keys in the cache are not rotated": "q, k = point(\"q_rope\" -> unturned, q, k = k, point(\"q_rope\" ;; "
+            "torch.cat([self.k, k]) -> torch.cat([self.k, unturned])",
         "queries are counted from key 0 on: in a chunk, the first one stands behind the cache":
             "torch.arange(start, len(k))[:, None] -> torch.arange(len(q))[:, None]",
         "the cache is not used: where are the keys and values of earlier tokens?":

@@ -39,7 +39,7 @@ class Work:
     def __call__(self):
         self.calls += 1
         if rank() in self.failing:
-            raise CheckpointError(f"shard {rank()} cannot be read")
+            raise CheckpointError(f"shard {rank()} cannot be read (work() may fail: catch this, and report it)")
 
 
 def failures():

@@ -70,6 +70,8 @@ EXERCISES = [
     Exercise("10", my_decode_bytes, layouts, {
         "the cache is not counted": " + cache -> ",
         "the cache has KV heads, and query heads are counted": "context * 2 * kv -> context * 2 * q",
+        "the inputs of o are the numbers of this rank's query heads": "q * d * h -> h * h",
+        "these are numbers, and each has itemsize bytes": " * itemsize -> ",
         "an MLP has three matrices: gate, up and down": "3 * h * columns -> 2 * h * columns",
         "the head is not counted: each rank reads its rows of it": " + h * len(shard.vocab) -> ",
         "only the head is counted: where are the layers?": "config.num_layers * layer -> 0",

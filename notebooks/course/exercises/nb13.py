@@ -232,6 +232,8 @@ EXERCISES = [
             "at -= 1 -> at += 1 ;; rank() - 1 -> rank() + 1",
         "your own rows are added to whatever arrives: which rows are these?":
             "+ rows[at % len(sizes)] -> + rows[rank()]",
+        "this is the lab's own reduce_scatter: pass the rows on with pass_on":
+            "summed = rows[at % len(sizes)] -> return reduce_scatter(x.clone(), 0, sizes)",
         "each rank ends with the sum of another rank's rows: with whose rows must a rank begin?":
             "at = x.split(sizes), rank() - 1 -> at = x.split(sizes), rank()",
         "the sum is right, and rows are sent that the next rank does not need: a message has the rows of one rank":
@@ -256,6 +258,10 @@ EXERCISES = [
         "rows of different tokens are added up: all_reduce adds what each rank has in the same place": (
             f"{_ATTENDS} -> all_reduce(attention(all_gather(input_norm(own), 0, sizes)).split(sizes)[rank()])",
             f"{_MLP} -> all_reduce(mlp(all_gather(post_norm(own), 0, sizes)).split(sizes)[rank()])"),
+        "every rank gets the whole sum and throws rows of it away: which collective gives it only its own?": tuple(
+            " ;; ".join(f"{one} -> {one.replace('reduce_scatter(', 'all_reduce(')[:-len(', 0, sizes)')]}"
+                        ").split(sizes)[rank()]" for one in those)
+            for those in ((_ATTENDS,), (_MLP,), (_ATTENDS, _MLP))),
         "a norm is given all rows, of which a rank keeps its own: normalise before you gather": (
             "all_gather(input_norm(own), 0, sizes) -> input_norm(all_gather(own, 0, sizes))",
             f"own = own + {_ATTENDS} -> own = all_gather(own, 0, sizes); "

@@ -130,7 +130,7 @@ def in_the_engine(setting, answer):
     if new_ids != greedy(ckpt, [ids], COUNT, size, dtype, batch_invariant=True)[0]:
         raise NotYet("in the engine, the text is not plain greedy's, though the toy's was right: what is different "
                      "with other tokens?")
-    return f"{COUNT} tokens took fewer steps" if calls < COUNT else ""
+    return f"{COUNT} tokens took {calls} steps" if calls < COUNT else ""
 
 
 def my_full_blocks(have, draft, chosen, block_size):
@@ -178,11 +178,18 @@ EXERCISES = [
         "token more": ("propose(text) -> []", "propose(text) -> propose(text) and []"),
         "rejected guesses are counted as tokens in the cache; their keys have to be computed anew":
             "have = len(text) - 1 -> have += len(new)",
-        "a rejected guess stays in the text": "draft[:kept] + [chosen[kept]] -> draft + [chosen[kept]]",
+        "everything is computed again: the keys of the text's tokens but the last are in the cache":
+            "have = len(text) - 1 -> have = 0",
+        "the model's own choice after the accepted guesses belongs to the text, too":
+            "draft[:kept] + [chosen[kept]] -> draft[:kept] or [chosen[kept]]",
+        "a rejected guess stays in the text": (
+            "draft[:kept] + [chosen[kept]] -> draft + [chosen[kept]]",
+            "draft[:kept] + [chosen[kept]] -> draft + [chosen[-1]]"),
         "the guesses are compared with the choices from the first on: the newest token's choice is at another index":
             "[len(text) - 1 - have:] -> ",
         "a guess after a wrong one is used: the model chose it after another text": (
-            "kept = 0 -> kept = sum(a == b for a, b in zip(draft, chosen)) ;; while kept -> while False and kept"),
+            "kept = 0 -> kept = sum(a == b for a, b in zip(draft, chosen)) ;; while kept -> while False and kept",
+            "draft[:kept] + [chosen[kept]] -> [a for a, b in zip(draft, chosen) if a == b] + [chosen[kept]]"),
     }, "no rejected token stays, in the text or in the cache; on {ranks}, the text is plain greedy's", guessed,
              engine=in_the_engine),
     Exercise("15", my_full_blocks, drafts, {

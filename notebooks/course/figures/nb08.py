@@ -1,8 +1,8 @@
 """Figures of notebook 08: op logs of a failed run, and the time of a collective."""
 
-import os
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from textwrap import fill
 from typing import NamedTuple
 
@@ -119,7 +119,7 @@ def _draw(ax, log: _OpLog) -> None:
                 look = {"edgecolor": color, "hatch": "////" if waits else None}
                 in_a_file = record.file.endswith(".py") and "ipykernel" not in record.file
                 text = "\n".join(filter(None, [record.op, str(record).removeprefix(record.op).strip(), (
-                    f"{os.path.basename(record.file)}, " * in_a_file + f"line {record.line}")]))
+                    ("/".join(Path(record.file).parts[-2:]) + ", ") * in_a_file + f"line {record.line}")]))
             elif end:
                 look, text = {"edgecolor": INK, "linestyle": "--"}, end.replace(" ", "\n", 1)
             else:
