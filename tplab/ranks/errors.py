@@ -56,7 +56,8 @@ class RankError(TplabError):
     """A run on the ranks failed, or was refused.
 
     ``causes`` maps each rank to its `Cause`; ``first`` is the earliest one (None for a refusal); ``logs`` holds the op
-    log of each rank (lists of `OpRecord`); ``summary`` is the first line of the message.
+    log of each rank (lists of `OpRecord`, numbered from 1 within the run); ``summary`` is the first line of the
+    message.
     """
 
     def __init__(self, summary: str, causes=(), logs=(), notes=()):
