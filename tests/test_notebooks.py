@@ -57,10 +57,6 @@ import pytest
 from helpers.notebooks import solution_code, tagged
 from jupyter_client import AsyncKernelManager
 
-from tplab import faults, show
-from tplab.align import align, diagnose
-from tplab.checkpoint import open_checkpoint
-
 FOLDER = Path(__file__).resolve().parent.parent / "notebooks"
 SERIES = sorted(FOLDER.glob("[0-9]*.ipynb"))
 PARAMETERS = {"model", "tensor_parallel_size", "prompt", "dtype", "seed"}
@@ -322,16 +318,6 @@ def test_solutions_turn_every_check_green_on_three_ranks(path, tmp_path, kernel)
                                       execution_timeout=300, progress_bar=False)
     for check in tagged(done, "check"):
         assert says(check, "PASS") and not says(check, "NOT YET"), printed(check)
-
-
-def test_a_prompt_that_no_fault_of_notebook_07_can_reach_is_said_to_be_so(capsys):
-    """``hey`` is two tokens, both on rank 0: the offset of the vocabulary changes nothing."""
-    (source,) = [cell.source for cell in code_cells(load(FOLDER / "07_sharded_loading.ipynb"))
-                 if 'fault("vocab_offset")' in cell.source]
-    ckpt = open_checkpoint("fable")
-    exec(source, {"faults": faults, "show": show, "diagnose": diagnose, "ckpt": ckpt, "tensor_parallel_size": 2,
-                  "diff": lambda *patches: align(ckpt, "hey", patches=patches, logical=True)})
-    assert capsys.readouterr().out.startswith("first outside the floor: nowhere, rank 0 holds all tokens")
 
 
 def test_notebook_00_is_stored_without_progress():

@@ -199,7 +199,7 @@ def test_self_test_compares_nothing(without, ckpt, ids):
     assert without("model.TensorParallelModel.self_test")[0].self_test.endswith("works!")
     compares = {"model.TensorParallelModel.self_test": CURES["model.TensorParallelModel.self_test"]}
     (seen,) = shared_pool(1).run(examine, ckpt.folder, ids, compares)
-    assert seen.self_test == "WRONG: nan away from Hugging Face"
+    assert seen.self_test == "WRONG, largest difference nan"
 
 
 def test_sizes_are_global_and_lost_heads_are_refused(ckpt, ids, without):

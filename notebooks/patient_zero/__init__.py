@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 -m patient_zero FOLDER "Once upon a time"
 
 This is the engine of notebook 09, as a stranger would have written it. It is wrong on purpose, in fourteen places; the
-notebook cures thirteen of them without touching these files. It knows nothing of the lab.
+notebook cures them without touching these files. It knows nothing of the lab.
 """
 
 from patient_zero.model import TensorParallelModel, load

@@ -88,13 +88,14 @@ EXERCISES = [
             'scores.masked_fill(mask, float("-inf")) -> scores + mask.to(scores.dtype) * float("-inf")',
         "it is the wrong way round: what may be seen is hidden": "(mask, -> (~mask,",
         "nothing is hidden": '.masked_fill(mask, float("-inf")) -> ',
-        "queries are counted from key 0 on, as triu(1) does; the mask says which keys are hidden":
+        "this is a triangle of your own, from query 0 and key 0 on; the mask says which keys are hidden":
             "(mask, -> (torch.ones_like(mask).triu(1),",
         "triu() without 1 hides the diagonal, too, and a token may look at itself; the mask says which keys are hidden":
             "(mask, -> (torch.ones_like(mask).triu(),",
         "hidden keys can still be seen: exp of their scores must be 0, and exp of 0 is 1": (
             'float("-inf") -> 0', 'scores.masked_fill(mask, float("-inf")) -> scores * ~mask'),
-        "-100 is not low enough beside the scores of every model": 'float("-inf") -> -100.0',
+        "-100 is not low enough beside the scores of every model": (
+            'float("-inf") -> -100.0', 'scores.masked_fill(mask, float("-inf")) -> scores - 100.0 * mask'),
         "True counts as 1: added to a score it makes it larger, and hides nothing":
             'scores.masked_fill(mask, float("-inf")) -> scores + mask',
         "what may be seen has lost its score: NaN became 0":

@@ -139,11 +139,14 @@ EXERCISES = [
             "/ head_dim) -> * 2 / head_dim)",
         "the speed of pair i is theta ** (-2 i / head_dim); in yours, the exponent is half as large":
             "/ head_dim) -> / 2 / head_dim)",
+        "the speed of pair i is theta ** (-2 i / head_dim); in yours, the exponent has no minus":
+            "theta ** (-torch.arange -> theta ** (torch.arange",
         "the angles are computed in the dtype of x, which has too few digits for large positions":
             ("positions[:, None].float() -> positions[:, None].to(x.dtype)",
              "positions[:, None].float() * speeds -> (positions[:, None].float() * speeds).to(x.dtype)"),
-    }, "on {ranks}, an engine without a table of its own turns as Hugging Face does", dims="token, head, number",
-             patches=as_tables, engine=instead_of_tables, place="makes the tables of angles"),
+    }, "on {ranks}, the engine with your rotation in the place of its tables agrees with Hugging Face",
+             dims="token, head, number", patches=as_tables, engine=instead_of_tables,
+             place="makes the tables of angles"),
     Exercise("03", my_positions, lambda: [Example(*both) for both in (
         ([3, 0, 3, 5], [5, 4, 1, 2]), ([6, 0], [1, 1]), ([2 ** 24], [5]), ([0, 8, 20], [6, 4, 1]))], {
         "the tokens are numbered through, over all sequences: each sequence has positions of its own":

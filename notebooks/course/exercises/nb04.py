@@ -92,7 +92,8 @@ def my_attend(q, k, v, mask, scaling):
 def attentions():
     for (batch, kv_heads, group, queries, keys, dim), starts, dtype, scaling in (
             ((1, 1, 4, 5, 5, 16), (0,), torch.float32, 0.25), ((1, 2, 3, 1, 6, 8), (4,), torch.float32, 0.3),
-            ((2, 3, 2, 4, 7, 9), (3, 2), torch.float32, 0.3), ((1, 5, 2, 3, 5, 6), (1,), torch.bfloat16, 0.3)):
+            ((2, 3, 2, 4, 7, 9), (3, 2), torch.float32, 0.3), ((1, 5, 2, 3, 5, 6), (1,), torch.bfloat16, 0.3),
+            ((1, 2, 2, 3, 4, 8), (1,), torch.float32, 90.0)):
         q, k, v = (numbers(batch, heads, rows, dim, seed=heads + rows, dtype=dtype) for heads, rows in (
             (kv_heads * group, queries), (kv_heads, keys), (kv_heads, keys)))
         mask = causal_mask(torch.tensor(starts)[:, None] + torch.arange(queries), keys)
@@ -135,6 +136,13 @@ EXERCISES = [
         "earlier tokens have changed since they were given: their memory is used again, so keep a copy":
             f"{_CAT} -> (k if self.k[layer] is None else torch.cat([old_k, k])), "
             "(v if self.v[layer] is None else torch.cat([old_v, v]))",
+        "earlier tokens have changed: contiguous() copies only what is not contiguous, and one token is; use clone()":
+            "old_k = k[:0] if self.k[layer] is None else self.k[layer] -> "
+            "self.k[layer] = [*(self.k[layer] or []), k.contiguous()] ;; "
+            "old_v = v[:0] if self.v[layer] is None else self.v[layer] -> "
+            "self.v[layer] = [*(self.v[layer] or []), v.contiguous()] ;; "
+            f"self.k[layer], self.v[layer] = {_CAT} -> pass ;; return self.k[layer], self.v[layer] -> "
+            "return torch.cat(self.k[layer]), torch.cat(self.v[layer])",
         "k and v have changed places": "return self.k[layer], self.v[layer] -> return self.v[layer], self.k[layer]",
         "all layers share one store: what another layer has stored is given out": "old_k = -> layer = 0; old_k =",
         "a second cache gives out the tokens of the first: are the tensors in the class, and not in self?":
@@ -147,6 +155,10 @@ EXERCISES = [
             "k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1) -> k.repeat(1, group, 1, 1), "
             "v.repeat(1, group, 1, 1)",
         "the scores are not multiplied with scaling": "* scaling -> ",
+        "scores are multiplied with 1 / sqrt(head_dim), the default of scaled_dot_product_attention, not with scaling":
+            "* scaling -> * q.shape[-1] ** -0.5",
+        "-100 is not low enough beside the scores of every model":
+            f"scores.masked_fill(mask, {_INF}) -> scores - 100.0 * mask",
         "scaling is in it, and head_dim ** -0.5 besides": "* scaling -> * scaling * q.shape[-1] ** -0.5",
         "the mask is not used: tokens see the future": f".masked_fill(mask, {_INF}) -> ",
         "hidden keys take part in the softmax: the mask comes before it": f".masked_fill(mask, {_INF}) ->  ;; "

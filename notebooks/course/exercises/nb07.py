@@ -89,7 +89,7 @@ def versions():
     equal, low, high = (torch.tensor([[4.0, -9.0], other]) for other in ([2.0, 0.5], [0.25, 2.0], [12.5, -2.25]))
     for some in ([equal, low], [low, equal], [equal, equal], [equal, equal, low], [equal, low, high],
                  [low, equal, high]):
-        yield Example(*some, ranks=len(some), says="x of the ranks " + ", ".join(str(x.tolist()) for x in some))
+        yield Example(*some, ranks=len(some), says="; ".join(f"x of rank {r} {x.tolist()}" for r, x in enumerate(some)))
 
 
 def own_version(answer, *x):
@@ -105,6 +105,10 @@ EXERCISES = [
         "heads are counted where rows are kept: a head has head_dim rows":
             "slice(heads.start * d, heads.stop * d) -> slice(heads.start, heads.stop)",
         "nothing is cut": "if layer in rows: -> if False: ;; elif layer in columns -> elif False",
+        "the weights of o_proj and down_proj are cut along dim 1":
+            "files[name][:, columns[layer]] -> files[name][columns[layer]]",
+        "a bias of o_proj belongs to the sum, and is not cut": "else:\n                kept[name] = files[name][:] -> "
+            "else:\n                kept[name] = files[name][columns[layer]] if layer in columns else files[name][:]",
         "the embedding and the head are not cut": '"embed_tokens": vocab, "lm_head": vocab} -> }',
     }, "0 tensors differ, and every byte read is kept; on {ranks}, every trace point agrees with Hugging Face", loaded,
              load_patch, lambda setting, answer: setting.align(decode=True), within=0, place="loads the weights",
@@ -114,6 +118,12 @@ EXERCISES = [
             f"{_SPREAD} -> (x.max() - x.min()).item()",
         "the largest and the smallest of all numbers are compared: compare each place by itself":
             f"{_SPREAD} -> (versions.max() - versions.min()).item()",
+        "without a new dimension, numbers of one rank are compared with each other":
+            "all_gather(x[None], dim=0) -> all_gather(x, dim=0)",
+        "only the largest numbers of the ranks are compared: compare each place by itself":
+            f"{_SPREAD} -> (versions.flatten(1).amax(1).max() - versions.flatten(1).amax(1).min()).item()",
+        "each rank compares itself with the others, and returns another number":
+            f"{_SPREAD} -> (versions - x).abs().max().item()",
         "differences are taken in one direction only": (
             f"{_SPREAD} -> (versions - versions[0]).max().item()",
             f"{_SPREAD} -> (versions[0] - versions[-1]).max().item()"),

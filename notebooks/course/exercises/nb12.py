@@ -86,6 +86,10 @@ EXERCISES = [
         "each rank returns its own summand: where are they added up, and is the result of that used?": (
             "return all_reduce(summand) -> return summand",
             "return all_reduce(summand) -> all_reduce(summand.clone()); return summand"),
+        "the sum over the ranks is made twice, as in engine C":
+            "return all_reduce(summand) -> return all_reduce(all_reduce(summand))",
+        "a rank that holds no expert must call all_reduce, too":
+            "return all_reduce(summand) -> return all_reduce(summand) if len(experts) else summand",
         "ids count the experts of the whole model, not those of this rank: which expert is the first one here?":
             "ids == expert -> ids == local",
         "no weight is in it: each expert's output is multiplied by its weight": " * weights[rows, place, None] -> ",
@@ -95,8 +99,9 @@ EXERCISES = [
             "weights[rows, place, None] -> (weights / weights.sum(-1, keepdim=True))[rows, place, None]",
         "the weights of another choice are taken: place says where in ids the expert stands":
             "weights[rows, place, None] -> weights[rows, :1]",
-        "rows of tokens that did not choose an expert are computed, too: take only those that did":
+        "rows of tokens that did not choose an expert are computed, too: take only those that did": (
             "(x[rows] @ gate_up[local].T).chunk(2, dim=-1) -> (x @ gate_up[local].T)[rows].chunk(2, dim=-1)",
+            "x[rows] -> x ;; (F.silu(gate) * up) @ down[local].T -> ((F.silu(gate) * up) @ down[local].T)[rows]"),
         "where a token has two experts on a rank, the second overwrites the first: add them up":
             f"{_WEIGHED} -> summand[rows] = out * weights[rows, place, None]",
     }, "each token has its experts' sum, with one all_reduce and no row too many; on {ranks}, the model agrees with "

@@ -146,7 +146,7 @@ _PLACE = "next((i for i, (a, b) in enumerate(zip(first, second)) if a != b), Non
 _GATHERED = "all_gather(leaves, dim=0, sizes=sizes)"
 EXERCISES = [
     Exercise("14", my_verdict, pairs_of_texts, {
-        "of all texts here that differ it says 'bug', however near the logits are":
+        "of all texts here that differ it says 'bug': does it look at the logits?":
             '"rounding" if margin <= 2 * moved else "bug" -> "bug"',
         "of all texts here that differ it says 'rounding', however far apart the logits are":
             '"rounding" if margin <= 2 * moved else "bug" -> "rounding"',

@@ -97,7 +97,8 @@ def guessed(answer, ids, count, guesses):
         have += next((n for n, pair in enumerate(zip(new, text[have:])) if pair[0] != pair[1]), len(new))
     yield "the number of new ids is", len(new_ids), count
     yield "it returns", new_ids, text[len(prompt):len(prompt) + count]
-    yield "before the first guesses, the text has tokens:", len(toy.asked[0]) if toy.asked else 0
+    if toy.asked:
+        yield "guesses are first asked for when the text has tokens:", len(toy.asked[0])
     yield "the calls of step are", len(toy.calls)
     yield "the times that guesses are asked for are", len(toy.asked)
 
@@ -174,7 +175,7 @@ EXERCISES = [
         Example(*case, says=f"prompt {case[0]}, {case[1]} new, at most {case[2]} guesses") for case in (
             ([1, 2, 3, 4, 1, 2], 24, 3), ([0, 0, 0, 0], 12, 3), ([3, 1, 4, 1, 0], 1, 3), ([2], 7, 3), ([1, 2, 3], 6, 0),
             ([0, 0, 1, 1], 8, 3), ([4, 2], 0, 3))], {
-        "the text is right, and no guesses are asked for, or none is used: a step gives the accepted guesses and one "
+        "the text is right, but no guesses are asked for, or none is used: a step gives the accepted guesses and one "
         "token more": ("propose(text) -> []", "propose(text) -> propose(text) and []"),
         "rejected guesses are counted as tokens in the cache; their keys have to be computed anew":
             "have = len(text) - 1 -> have += len(new)",
@@ -182,6 +183,8 @@ EXERCISES = [
             "have = len(text) - 1 -> have = 0",
         "the model's own choice after the accepted guesses belongs to the text, too":
             "draft[:kept] + [chosen[kept]] -> draft[:kept] or [chosen[kept]]",
+        "the choice after the last guess is taken: it is right only if all guesses before it are":
+            "draft[:kept] + [chosen[kept]] -> draft[:kept] + [chosen[-1]]",
         "a rejected guess stays in the text": (
             "draft[:kept] + [chosen[kept]] -> draft + [chosen[kept]]",
             "draft[:kept] + [chosen[kept]] -> draft + [chosen[-1]]"),

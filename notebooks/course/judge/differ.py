@@ -35,7 +35,7 @@ def differs(value, right, within: float, dims: str = "", what: str = "it returns
     elif not isinstance(right, _PLAIN) or _equal(value, right, within):
         return ""  # an object of the exercise's own is watched by its observer
     if isinstance(right, bool) and isinstance(value, bool):
-        return f"this must be true, and is not: {what}" if right else f"{what}, and must not"
+        return f"{what}: this must be so, and is not" if right else f"{what}, and must not"
     return f"{what} {kind(value, what)}, and {'None' if right is None else kind(right)} is right"
 
 
@@ -60,9 +60,12 @@ def alike(value, other, within: float) -> bool:
 def _tensors(value, right: torch.Tensor, within: float, dims: str, what: str) -> str:
     names = [name.strip() for name in dims.split(",") if name.strip()]
     wanted = "must come back" if what.endswith("returns") else "is right"
-    must = f"[{dims}] = {list(right.shape)}" if len(names) == right.dim() > 0 else f"a tensor {list(right.shape)}"
+    is_named = len(names) == right.dim() > 0
+    shape = f"[{dims}] = {list(right.shape)}" if is_named else str(list(right.shape))
+    must = shape if is_named else f"a tensor {shape}"
     if not isinstance(value, torch.Tensor):
-        return f"{what} {kind(value, what)}; {must} {wanted}"
+        is_list = isinstance(value, list | tuple)
+        return f"{what} {f'a {type(value).__name__}' if is_list else kind(value, what)}; a tensor {shape} {wanted}"
     if value.device.type != "cpu" or value.layout != torch.strided:
         return f"{what} a tensor on {value.device} with layout {value.layout}; an ordinary one {wanted}"
     if value.shape != right.shape:
