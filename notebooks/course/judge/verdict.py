@@ -14,7 +14,6 @@ from course.judge.exercise import Example, Exercise
 from course.judge.limit import limited
 from course.judge.observe import COLLECTIVES, Outcome, outcome
 from course.judge.setting import Setting
-from course.judge.steps import right_steps
 from course.judge.words import CALLED, NotYet, in_words
 from tplab.checks import counted
 from tplab.errors import TplabError
@@ -80,17 +79,12 @@ def examine(exercise: Exercise, answer, setting: Setting) -> str | None:
         for example in exercise.more(setting):
             mine = outcome(exercise, answer, example, outcome(exercise, exercise.reference, example))
             if not mine.is_right():
-                raise NotYet("\n".join(described(mine, example)[0]))
+                raise NotYet("\n".join(described(mine, example)))
         setting.patches = exercise.patches(answer)
         remark = limited(exercise.engine, setting, answer)
         return remark or (exercise.alone if setting.tensor_parallel_size == 1 else None)
-    n, sentence = wrong[0], mistake(exercise, outcomes)
-    lines, came_back = described(outcomes[n], examples[n])
-    if not (sentence or outcomes[n].kind or came_back):
-        _, seen, _ = outcomes[n].wrong()[0]
-        if all(isinstance(x, torch.Tensor) for x in (seen.value, seen.must)) and seen.value.dtype == seen.must.dtype:
-            lines.append(right_steps(exercise, answer, examples[n]))
-    raise NotYet("\n".join(line for line in (sentence, *lines) if line))
+    lines = [mistake(exercise, outcomes), *described(outcomes[wrong[0]], examples[wrong[0]])]
+    raise NotYet("\n".join(filter(None, lines)))
 
 
 @cache
@@ -134,13 +128,12 @@ def mistake(exercise: Exercise, outcomes: Sequence[Outcome]) -> str:
     return partly
 
 
-def described(mine: Outcome, example: Example) -> tuple[list[str], bool]:
-    """What is wrong with an example: the error and its line, or what differs first; and whether what comes back is an
-    argument as it went in."""
+def described(mine: Outcome, example: Example) -> list[str]:
+    """What is wrong with an example: the error and its line, or what differs first."""
     called_with = call_in_words(mine.exercise.takes, example)
     if mine.kind:
         lines = mine.error.splitlines()
-        return lines + [f"It was called with {called_with}"] * (CALLED not in mine.error and len(lines) < 3), False
+        return lines + [f"It was called with {called_with}"] * (CALLED not in mine.error and len(lines) < 3)
     wrong = sorted(mine.wrong(), key=lambda rank: rank[1].what == COLLECTIVES)
     _, seen, says = wrong[0]
     ranks = ranks_in_words([r for r, other, theirs in wrong if other.what == seen.what and theirs == says],
@@ -151,7 +144,7 @@ def described(mine: Outcome, example: Example) -> tuple[list[str], bool]:
     same = [name for name, arg in zip(mine.exercise.argument_names, example) if isinstance(arg, torch.Tensor)
             and arg.dim() and seen.what.endswith("it returns") and alike(seen.value, arg, 1e-6)]
     says += f". That is {same[0]} as it went in" if same else relation(seen.value, seen.must, mine.exercise.dims)
-    return [f"With {called_with}: {on}{says}"], bool(same)
+    return [f"With {called_with}: {on}{says}"]
 
 
 def ranks_in_words(ranks: Sequence[int], size: int) -> str:
