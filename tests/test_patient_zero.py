@@ -154,8 +154,14 @@ def one_head_too_many(num_heads, num_kv_heads):
     return first, count + 1, torch.cat([repeats, repeats[:1] * 0])
 
 
+def repeats_as_a_list(num_heads, num_kv_heads):
+    first, count, repeats = nb09.kv_share(num_heads, num_kv_heads)
+    return first, count, repeats.tolist()
+
+
 @pytest.mark.parametrize("cure, heads, said", [
-    (one_head_too_many, (8, 2), "on 2 ranks, rank 0 holds the KV heads [0, 1], and its query heads read [0]"),
+    (one_head_too_many, (8, 2), "on 2 ranks, rank 0 holds the KV heads [0, 1], and its query heads read only [0]"),
+    (repeats_as_a_list, (8, 2), "is a list, and repeat_interleave takes a number or a tensor"),
     (nb09.kv_share, (8, 2), ""), (nb09.kv_share, (9, 3), ""), (nb09.linear.kv_share, (6, 6), ""),
     (nb09.linear.kv_share, (8, 2), "on 3 ranks, rank 1's query heads read the KV heads [1, 1, 1], and [0, 1, 1] is"),
     (every_head_on_every_rank, (9, 3), "on 2 ranks, rank 0's query heads read the KV heads [0, 1, 2], and [0, 0, 0, 1"),

@@ -71,6 +71,8 @@ def heads_read(cure, heads: int, kv_heads: int, rank: int, size: int) -> tuple[l
     with mock.patch.multiple("patient_zero.linear", tp_rank=lambda: rank, tp_size=lambda: size,
                              share=lambda total: (part.start, len(part))):
         first, count, repeats = cure(heads, kv_heads)
+        if isinstance(repeats, list | tuple):
+            raise NotYet("how often each head is repeated is a list, and repeat_interleave takes a number or a tensor")
         held = torch.arange(first, first + count)
         return held.repeat_interleave(torch.as_tensor(repeats)).tolist(), held.tolist()
 
@@ -83,13 +85,15 @@ def wrong_share(answer, config) -> str:
             right, _ = heads_read(kv_share, *heads, rank, size)
             try:
                 read, held = heads_read(answer, *heads, rank, size)
+            except NotYet as wrong:
+                return str(wrong)
             except Exception:  # its words are those of the engine
                 return ""
             this_rank = f"with {heads[0]} query and {heads[1]} KV heads on {size} ranks, rank {rank}"
             if read != right:
                 return f"{this_rank}'s query heads read the KV heads {read}, and {right} is right"
             if held != (needed := sorted(set(right))):
-                return f"{this_rank} holds the KV heads {held}, and its query heads read {needed}"
+                return f"{this_rank} holds the KV heads {held}, and its query heads read only {needed}"
     return ""
 
 
