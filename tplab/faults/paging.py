@@ -7,7 +7,7 @@ from tplab.faults.fault import bug
 
 
 def slot_off_by_one(block_ids, positions: range, block_size: int) -> list[int]:
-    early = len(positions) == 1                          # of a decoded token 1 is subtracted from its position
+    early = len(positions) == 1                          # 1 is subtracted when a token is decoded
     return [block_ids[p // block_size] * block_size + p % block_size - early for p in positions]
 
 
