@@ -161,7 +161,7 @@ def test_check_sees_every_kind_of_damage():
     assert damaged(lambda pool, table: pool._free.update({table.block_ids[0]: None})
                    ) == "block 0 has 1 user and is free"
     assert damaged(lambda pool, table: table.block_ids.pop()) == \
-        "block 1 has 1 user by its count, and is in 0 block tables (it is leaked)"
+        "block 1 is leaked: it has 1 user by its count, and is in 0 block tables"
     assert damaged(lambda pool, table: table.block_ids.append(3)
                    ) == "block 3 has 0 users by its count, and is in 1 block table"
     assert damaged(lambda pool, table: pool.keys.insert(0, pool.keys.pop(1))) == \

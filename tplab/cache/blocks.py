@@ -125,9 +125,9 @@ class BlockPool:
             raise CacheError(f"{self.num_free} free and {self.num_used} used blocks are not {self.num_blocks}")
         for block, count in enumerate(self.ref_counts):
             if count != users[block]:
-                leaked = " (it is leaked)" * (count > users[block])
-                raise CacheError(f"block {block} has {counted(count, 'user')} by its count, and is in "
-                                 f"{counted(users[block], 'block table')}{leaked}")
+                leaked = "is leaked: it " * (count > users[block])
+                raise CacheError(f"block {block} {leaked}has {counted(count, 'user')} by its count, and is in "
+                                 f"{counted(users[block], 'block table')}")
             if (count == 0) != (block in self._free):
                 raise CacheError(f"block {block} has {counted(count, 'user')} and is "
                                  f"{'' if block in self._free else 'not '}free")
