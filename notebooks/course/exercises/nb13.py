@@ -212,6 +212,8 @@ def layer_in_the_engine(setting, answer):
 _WAITS = "    for work in works:\n        work.wait()\n"
 _ATTENDS = "reduce_scatter(attention(all_gather(input_norm(own), 0, sizes)), 0, sizes)"
 _MLP = "reduce_scatter(mlp(all_gather(post_norm(own), 0, sizes)), 0, sizes)"
+_WHOLE_SUMS = (f"{_ATTENDS} -> all_reduce(attention(all_gather(input_norm(own), 0, sizes))).split(sizes)[rank()]",
+               f"{_MLP} -> all_reduce(mlp(all_gather(post_norm(own), 0, sizes))).split(sizes)[rank()]")
 EXERCISES = [
     Exercise("13", my_overlapped_row_parallel, products, {
         "a rank's own summand comes back: is it read, copied or joined before its wait()?":
@@ -258,10 +260,8 @@ EXERCISES = [
         "rows of different tokens are added up: all_reduce adds what each rank has in the same place": (
             f"{_ATTENDS} -> all_reduce(attention(all_gather(input_norm(own), 0, sizes)).split(sizes)[rank()])",
             f"{_MLP} -> all_reduce(mlp(all_gather(post_norm(own), 0, sizes)).split(sizes)[rank()])"),
-        "every rank gets the whole sum and throws rows of it away: which collective gives it only its own?": tuple(
-            " ;; ".join(f"{one} -> {one.replace('reduce_scatter(', 'all_reduce(')[:-len(', 0, sizes)')]}"
-                        ").split(sizes)[rank()]" for one in those)
-            for those in ((_ATTENDS,), (_MLP,), (_ATTENDS, _MLP))),
+        "every rank gets the whole sum and throws rows of it away: which collective gives it only its own?":
+            (*_WHOLE_SUMS, " ;; ".join(_WHOLE_SUMS)),
         "a norm is given all rows, of which a rank keeps its own: normalise before you gather": (
             "all_gather(input_norm(own), 0, sizes) -> input_norm(all_gather(own, 0, sizes))",
             f"own = own + {_ATTENDS} -> own = all_gather(own, 0, sizes); "
