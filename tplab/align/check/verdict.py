@@ -8,7 +8,7 @@ import torch
 
 from tplab.align.check.ordinary import lower_precision, noisy
 from tplab.align.check.rows import UNKNOWN
-from tplab.align.diagnosis import Diagnosis
+from tplab.align.diagnosis import Diagnosis, one_digit
 from tplab.align.floors import SHORT
 from tplab.align.guilty import Judge
 from tplab.align.points import short_name
@@ -124,7 +124,8 @@ class CheckReport(AlignReport):
              "the differences are random and as large as rounding to eight bits: weights or a cache of eight bits, "
              "with scales that were not recorded"),
             (self.guilty and self.misplaced, self.guilty and self._misplaced_where()),
-            (far, far and f"{far.name} is off by {far.relative:.0e}, but every module is right for its own inputs")]
+            (far, far and f"{far.name} is off by {one_digit(far.relative)} of its scale, but every module is right for "
+                          "its own inputs")]
         return [self.failed] * bool(self.failed) + [*self.broken_off, *self.recording.unjudged] + [
             sentence for holds, sentence in rules if holds]
 
@@ -154,8 +155,8 @@ class CheckReport(AlignReport):
                          f"{_where(sorted(self.precision[1]))} differ: no bug of the engine")
         apart = next((p for p in self.points if p.spread > 0 and self.local[p.name].inside), None)
         if apart and not self.guilty and not self.other_checkpoint:
-            lines.append(f"ranks differ by rounding: first at {apart.name}, by up to {apart.spread:.0e}; ranks that "
-                         "sample their own tokens can sample different ones")
+            lines.append(f"ranks differ by rounding: first at {apart.name}, by up to {one_digit(apart.spread)}; ranks "
+                         "that sample their own tokens can sample different ones")
         return lines
 
     def inherits(self, name: str) -> bool:
