@@ -10,7 +10,7 @@ _HOMES = {name: home for home, names in {
     "course.exercises.nb09": "with_cures", "course.lab.progress": "progress",
     "course.judge.progress_file": "clear_progress",
     "course.exercises.own_engine": "own_pieces your_engine written", "course.cases.sealed": "open_case",
-    "tplab.pool": "available_cores", "course.contiguous_cache": "ContiguousKVCache",
+    "course.contiguous_cache": "ContiguousKVCache",
 }.items() for name in names.split()}
 __all__ = list(_HOMES)
 __getattr__ = lazy(__name__, _HOMES)

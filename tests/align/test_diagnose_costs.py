@@ -68,15 +68,16 @@ PLACES = [(0, 3), (1, 2)]
 def drawing(*tokens, logits=LOGITS, places=PLACES):
     evidence = {} if logits is None else {"logits": Evidence(logits, logits, list(logits.split(2, 1)))}
     report = Some(evidence=evidence, decode=facts(drawn=[dict(zip(places, tokens))]))
-    return told.drawn_by_parts_of_the_vocabulary(report)
+    return told.drawn_not_the_most_probable(report)
 
 
 def test_a_token_that_is_the_best_of_its_ranks_probabilities_only():
     found = drawing(0, 0)
     assert found.fault == "softmax_before_gather" and found.numbers == {"prompt": 0, "position": 3}
     assert drawing(3, 0) is None, "the best of all"
-    assert drawing(1, 0) is None and drawing(2, 0) is None, "the best of nothing"
-    assert drawing(0, 1) is None, "another one fits neither"
+    for best_of_nothing in ((1, 0), (2, 0), (0, 1), (-1, 0), (4, 0)):  # the last two are no tokens
+        found = drawing(*best_of_nothing)
+        assert found.fault is None and found.point == "drawn", best_of_nothing
     assert drawing(0, 0, logits=None) is None and drawing(0, logits=LOGITS, places=PLACES[:1]) is None
 
 

@@ -25,3 +25,13 @@ def test_beside_busy_processes_the_spin_budget_is_short():
         limit = time.monotonic() + 60
         while pool.run(compute) != [SHORT_SPIN] * 2:
             assert time.monotonic() < limit
+
+
+def test_cores_are_those_that_this_process_may_use(monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 3, 5} if pid == 0 else set(), raising=False)
+    monkeypatch.setattr("os.cpu_count", lambda: None)
+    assert available_cores() == 3
+    monkeypatch.delattr("os.sched_getaffinity")
+    assert available_cores() == 1
+    monkeypatch.setattr("os.cpu_count", lambda: 6)
+    assert available_cores() == 6

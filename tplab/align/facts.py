@@ -168,23 +168,33 @@ def ranks_drew_differently(report: AlignReport) -> Diagnosis | None:
                             f"and rank {rank} token {drawn.get(place)}.", rank=rank, prompt=place[0], position=place[1])
 
 
-def drawn_by_parts_of_the_vocabulary(report: AlignReport) -> Diagnosis | None:
-    """Is a drawn token the best one of the ranks' probabilities, each normalized over its own words, and not of the
-    logits?"""
+def drawn_not_the_most_probable(report: AlignReport) -> Diagnosis | None:
+    """Is a drawn token not the best one of the logits? Perhaps it is the best one of the ranks' probabilities, each
+    normalized over its own words."""
     logits, places = report.evidence.get("logits"), sorted(report.decode.drawn[0])
     if logits is None or len(places) != len(logits.ours):
         return None
-    drawn = torch.tensor([report.decode.drawn[0][place] for place in places])
-    parts = [shard.float().log_softmax(-1) for shard in logits.shards]
-    ours, apart = logits.ours.float(), torch.cat(parts, -1)
-    behind = ours.max(-1).values - ours.gather(-1, drawn[:, None])[:, 0]
-    wrong = (behind > 1e-2 * ours.abs().max()).nonzero().flatten().tolist()
-    if not wrong or (apart.max(-1).values - apart.gather(-1, drawn[:, None])[:, 0]).max() > 1e-2:
+    drawn = torch.tensor([[report.decode.drawn[0][place]] for place in places])
+    words = logits.ours.shape[-1]
+    index = torch.where((0 <= drawn) & (drawn < words), drawn, words)  # behind the words: an id that is no token's
+
+    def below_the_largest(scores: torch.Tensor) -> torch.Tensor:
+        scores = torch.nn.functional.pad(scores, (0, 1), value=-torch.inf)
+        return scores.max(-1).values - scores.gather(-1, index)[:, 0]
+
+    behind = below_the_largest(logits.ours.float())
+    behind_apart = below_the_largest(torch.cat([shard.float().log_softmax(-1) for shard in logits.shards], -1))
+    wrong = (behind > 1e-2 * logits.ours.abs().max()).nonzero().flatten().tolist()
+    if not wrong:
         return None
     number, position = places[wrong[0]]
-    return fact("softmax_before_gather", "drawn", f"All logits are right, and {len(wrong)} of {len(drawn)} drawn "
-                f"tokens are not the most probable ones: behind token {position} of prompt {number}, the drawn one's "
-                f"logit is {behind[wrong[0]]:.1f} below the largest.", prompt=number, position=position)
+    says = (f"All logits are right, and {len(wrong)} of {len(drawn)} drawn tokens are not the most probable ones: "
+            f"behind token {position} of prompt {number}, the drawn one's logit is {behind[wrong[0]]:.1f} below the "
+            "largest.")
+    numbers = {"prompt": number, "position": position}
+    if behind_apart.max() > 1e-2:
+        return Diagnosis(None, says, "drawn", numbers)
+    return fact("softmax_before_gather", "drawn", says, **numbers)
 
 
 def prefix_never_found(report: AlignReport) -> Diagnosis | None:
@@ -233,6 +243,6 @@ def blocks_not_released(report: AlignReport) -> Diagnosis | None:
 def costs(report: AlignReport) -> Iterator[Diagnosis]:
     """What is wrong with a run of which all numbers are right."""
     procedures = read_too_much, *(() if report.decode is None else (
-        ranks_drew_differently, drawn_by_parts_of_the_vocabulary, prefix_never_found, tokens_computed_again,
+        ranks_drew_differently, drawn_not_the_most_probable, prefix_never_found, tokens_computed_again,
         stale_table_without_harm, blocks_not_released))
     return filter(None, (procedure(report) for procedure in procedures))

@@ -18,7 +18,7 @@ def repeated_kv_stored(self, q, k, v, context):
 
 
 def first_copies_fit(cache, slots, new) -> None:
-    cache[slots] = new[:, :cache.shape[1]]           # a paged cache has room for the KV heads, not for copies
+    cache[slots] = new[:, :cache.shape[1]]           # the engine's cache has no room for the copies
 
 
 def kv_first_rows(self, parameter, *sources) -> None:

@@ -8,11 +8,10 @@ from tplab.ranks import rank
 from tplab.shard.linear import column_shard
 
 
-def channel_scales(weight):
-    return weight.float().abs().amax(1, keepdim=True).to(weight.dtype)  # one for each output, as 8-bit files hold them
-
-
 def merged_shard(sources, ranges):
+    def channel_scales(weight):
+        return weight.float().abs().amax(1, keepdim=True).to(weight.dtype)  # one for each output, as in 8-bit files
+
     parts = []
     for source, rows in zip(sources, ranges, strict=True):
         part = column_shard(source, rows)
@@ -24,6 +23,9 @@ def merged_shard(sources, ranges):
 
 
 def by_rank(sources, ranges):
+    def channel_scales(weight):
+        return weight.float().abs().amax(1, keepdim=True).to(weight.dtype)
+
     parts = []
     for source, rows in zip(sources, ranges, strict=True):
         part, start = column_shard(source, rows), rank() * len(rows)
@@ -59,7 +61,7 @@ CASE = CaseFile(
         "QKVParallelLinear.split_heads": "it cuts at the heads, and each head is in the right place",
         "RowParallelLinear.load": "o_proj and down_proj are right: every partial fits its input",
     },
-    hints=("report.local lists the guilty ranks of a point: which rank is right?",
+    hints=("report.local[\"layers.0.q\"].guilty lists the ranks on which a point is guilty: which rank is right?",
            "On a guilty rank divide q by the right q, feature by feature: the quotient is the same for all "
            "tokens.",
            "Each quotient is a scale of the first rows divided by the scale of this rank's row."),

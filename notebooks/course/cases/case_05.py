@@ -16,6 +16,16 @@ def softened(scores_here, first):
     return torch.stack([scores.double(), (ids + first).double()], dim=-1)
 
 
+def of_the_part(scores_here, first):
+    scores, ids = scores_here.double().max(dim=-1)
+    return torch.stack([scores, ids.double()], dim=-1)
+
+
+def smallest(scores_here, first):
+    scores, ids = scores_here.double().min(dim=-1)
+    return torch.stack([scores, (ids + first).double()], dim=-1)
+
+
 def trials(take):
     return (Trial("four prompts, the last twelve tokens of each one by one",
                   [take(40), take(31), take(25), take(36)], 12),
@@ -48,7 +58,7 @@ CASE = CaseFile(
     hints=("align_decode records in report.decode.drawn what each rank drew: compare it with the logits' argmax.",
            "The drawn token is always the best one of its own rank's part.",
            "Which numbers of two ranks can be compared, and which cannot?"),
-    false_repairs=({"offer": softened},),
+    false_repairs=[{"offer": wrong} for wrong in (softened, of_the_part, smallest)],
     production="A probability among 24,000 words is compared with one among another 24,000. The more ranks there are, "
                "the fewer words each has, and the higher is the probability of a bad word.",
 )

@@ -18,6 +18,13 @@ def unless_chunk(segment):
     return token_positions(segment)
 
 
+def one_before(segment):
+    if segment.count == 1 and segment.start:
+        first = max(segment.start, segment.prompt_length - 1)
+        return range(first, first + 1)
+    return my_positions(segment)
+
+
 def trials(take):
     again = take(21)
     return (Trial("a prompt of 33 tokens, read 16 at a time, and four tokens more", [take(37)], 4,
@@ -34,7 +41,7 @@ CASE = CaseFile(
            "transformers. 32, 34, and 35 to 48 are right. 49 is wrong again. In chunks of 32 the wrong lengths are 33 "
            "and 65. It is the same with {ranks} ranks as with one. At first we did not believe the fuzzer.",
     trials=trials,
-    bugs=(Bug("token_positions", token_positions, "a special case is recognised by the wrong condition",
+    bugs=(Bug("token_positions", token_positions, "a rule for a special case is applied outside of it",
               "rope_positions"),),
     why={
         "A single token is treated as one that decodes and gets a position after the prompt; the last chunk of a "
@@ -56,7 +63,7 @@ CASE = CaseFile(
            "pass.",
            "One row of q_rope is wrong: that of the prompt's last token.",
            "It is rotated as if its position were larger by one. Which function makes the positions?"),
-    false_repairs=({"token_positions": unless_chunk},),
+    false_repairs=[{"token_positions": wrong} for wrong in (unless_chunk, one_before)],
     production="The prefix cache leaves a single token to compute when a prompt is repeated that is one token longer "
                "than its full blocks. That token still gets the wrong position, without any chunks.",
 )

@@ -55,7 +55,7 @@ CASE = CaseFile(
     trials=trials, user_output=user_output, budget=10,
     bugs=(Bug("BlockTable.extend_keys", extend_keys, "equal things are treated as different",
               "prefix_never_found"),
-          Bug("token_positions", token_positions, "a special case is recognised by the wrong condition",
+          Bug("token_positions", token_positions, "a rule for a special case is applied outside of it",
               "rope_positions")),
     why={
         "Two causes: with the first, no prefix is ever found; the second makes tokens after a found prefix wrong, and "

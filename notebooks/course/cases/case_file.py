@@ -134,10 +134,13 @@ def edited(place: str, edits: str, **names) -> Callable:
 
 def code_at(place: str) -> str:
     """The source of the code that is at a place now, below the lines that import what it names, for a cell."""
-    function, lines = resolve_name(places()[place][0]), []
-    code = inspect.cleandoc("\n" + inspect.getsource(function))
+    function, own, lines = inspect.unwrap(resolve_name(places()[place][0])), inspect.unwrap(engines_own(place)), []
+    known, code = function.__globals__, _source(function)
+    if function is not own and [*inspect.signature(function).parameters] == [*inspect.signature(own).parameters]:
+        # With the engine's own annotations and docstring: without them it could be told from the others at sight.
+        known, code = own.__globals__ | known, _cut(_source(own))[0] + _cut(code)[1]
     names = {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
-    for name, value in inspect.unwrap(function).__globals__.items():
+    for name, value in known.items():
         if name in names and inspect.ismodule(value):
             lines.append(f"import {value.__name__}" + f" as {name}" * (value.__name__ != name))
         elif name in names and hasattr(value, "__name__"):
@@ -145,4 +148,15 @@ def code_at(place: str) -> str:
             lines.append(f"from {target.rpartition('.')[0]} import {value.__name__}")
         elif name in names and isinstance(value, int | float | str):
             lines.append(f"{name} = {value!r}")
-    return "\n".join([*sorted(lines), "", code])
+    return "\n".join([*sorted(lines), "", code.rstrip()])
+
+
+def _source(function: Callable) -> str:
+    return inspect.cleandoc("\n" + inspect.getsource(function)) + "\n"
+
+
+def _cut(code: str) -> tuple[str, str]:
+    """The source of a function: what stands above its first statement, and the rest."""
+    function, lines = ast.parse(code).body[0], code.splitlines(keepends=True)
+    above = function.body[ast.get_docstring(function) is not None].lineno - 1
+    return "".join(lines[:above]), "".join(lines[above:])

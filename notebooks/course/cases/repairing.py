@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -17,6 +18,7 @@ from tplab.patch import PatchError
 _SMALL = 1 << 20  # weights of a matrix; smollm2's largest have 885,000
 # Points of a run that no tensor shows.
 _OTHERWISE = {"steps": "the numbers are right, but tokens are computed that need not be",
+              "drawn": "the logits are right, but the tokens that are drawn are not the most probable ones",
               "blocks": "the numbers are right, but blocks are lost or are read after their end"}
 
 
@@ -60,17 +62,24 @@ def unseen(ckpt: Checkpoint, seed: int) -> Callable[[int], list[int]]:
     return lambda count: torch.randint(ckpt.config.vocab_size, (count,), generator=generator).tolist()
 
 
+def usual(take: Callable[[int], list[int]]) -> tuple[Trial, ...]:
+    """Runs that the mended engine of any case must get right."""
+    return (Trial("a prompt of 9 tokens, read one token at a time", [take(12)], 3, {"max_num_batched_tokens": 1}),
+            Trial("two prompts, the last five tokens of each one by one", [take(30), take(11)], 5))
+
+
 def _in_the_engine(case, repair: Mapping[str, Callable], seed: int) -> str:
     file: CaseFile = case._file
     mended, reports = (*file.patches, *patches_at(repair)), []  # the last one at a place is in force
     try:
         reports.append(_run(case, case.trial, mended, case.tensor_parallel_size))
     except NotYet as wrong:
-        raise NotYet(f"the reported run is still wrong: {wrong}") from None
+        raise NotYet(f"the reported run is not right yet: {wrong}") from None
     sizes = [size for size in range(1, 5) if size <= case.checkpoint.config.num_heads]
     sizes.sort(key=lambda size: (size != case.tensor_parallel_size, -size))
     for at, size in enumerate(sizes):
-        for trial in file.trials(unseen(case.checkpoint, seed + at))[:None if not at else 1]:
+        take = unseen(case.checkpoint, seed + at)
+        for trial in file.trials(take)[:1] if at else (*file.trials(take), *usual(take)):
             try:
                 reports.append(_run(case, trial, mended, size, logical=bool(at)))
             except NotYet as wrong:
@@ -97,6 +106,8 @@ def _run(case, trial: Trial, patches, size: int, logical: bool = False) -> Align
     try:
         report = case._run(trial, patches, tensor_parallel_size=size, logical=logical)
         diagnosis = diagnose(report)
+        if diagnosis.point == "load" and diagnosis.numbers["times"] < 2:  # rows that are read twice are no bug
+            diagnosis = diagnose(replace(report, load_stats=[]))
     except PatchError as error:
         raise NotYet(str(error)) from error
     except Exception as error:  # of the learner's code, on the ranks or in the scheduler

@@ -42,6 +42,7 @@ class OpenCase:
             raise CaseError(f"case {file.number} cannot show with {self.checkpoint.name} on up to four ranks")
         self.asked_ranks, self.tensor_parallel_size = asked, ranks
         self.runs_left, self._hints, self._is_found = file.budget, iter(file.hints), False
+        self._seed = secrets.randbits(31)  # of the judge's inputs: the same at each attempt
         (ids,) = check_prompts(self.checkpoint, [prompt or default_prompt(self.checkpoint)])
         text = cycle(ids)
         self.trial = file.trials(lambda count: list(islice(text, count)))[0]
@@ -161,7 +162,7 @@ class OpenCase:
             self._is_found = True
             check_what_and_why(self._file, what, why)
             print(f"RIGHT  case {number}: where, what and why.")
-            remark = limited(examine, self, repair, secrets.randbits(31))
+            remark = limited(examine, self, repair, self._seed)
         except NotYet as wrong:
             print(in_width(f"NOT YET  case {number}: {wrong}", " " * 9))
             return False

@@ -143,6 +143,11 @@ EXERCISES = [
             "self.v[layer] = [*(self.v[layer] or []), v.contiguous()] ;; "
             f"self.k[layer], self.v[layer] = {_CAT} -> pass ;; return self.k[layer], self.v[layer] -> "
             "return torch.cat(self.k[layer]), torch.cat(self.v[layer])",
+        "each KV head is stored several times: repeat heads for attention only": tuple(
+            f"old_k = -> k, v = k.repeat_interleave({group}, 1), v.repeat_interleave({group}, 1); old_k ="
+            for group in (2, 4)),
+        "new tokens come first, and the oldest must":
+            f"{_CAT} -> torch.cat([k, old_k]), torch.cat([v, old_v])",
         "k and v have changed places": "return self.k[layer], self.v[layer] -> return self.v[layer], self.k[layer]",
         "all layers share one store: what another layer has stored is given out": "old_k = -> layer = 0; old_k =",
         "a second cache gives out the tokens of the first: are the tensors in the class, and not in self?":
@@ -175,6 +180,9 @@ EXERCISES = [
         "nothing is hidden": "> positions -> > keys + positions",
         "queries are counted from key 0 on; positions say where they stand":
             "positions[..., None] -> torch.arange(positions.shape[1])[:, None].expand(*positions.shape, 1)",
+        "the queries are taken to be the last keys, in order; positions say where they stand":
+            "keys) > positions[..., None] -> keys).expand(*positions.shape, keys) > "
+            "torch.arange(keys - positions.shape[1], keys)[:, None]",
     }, "on {ranks}, prompts in chunks and tokens behind them agree with Hugging Face", looks,
              at("tplab.model.attention.causal_mask", "tplab.cache.paged.causal_mask"), dims="sequence, 1, query, key",
              within=0, place="makes the mask", engine=lambda setting, answer: setting.align_in_chunks())]

@@ -182,7 +182,9 @@ EXERCISES = [
         "everything is computed again: the keys of the text's tokens but the last are in the cache":
             "have = len(text) - 1 -> have = 0",
         "the model's own choice after the accepted guesses belongs to the text, too":
-            "draft[:kept] + [chosen[kept]] -> draft[:kept] or [chosen[kept]]",
+            ("draft[:kept] + [chosen[kept]] -> draft[:kept] or [chosen[kept]]",
+             "draft[:kept] + [chosen[kept]] -> draft[:kept] or [chosen[kept]] ;; len(text) - 1\n -> len(text)\n"),
+        "the last step can give more tokens than are needed: cut them off": "len(ids) + count] -> ]",
         "the choice after the last guess is taken: it is right only if all guesses before it are":
             "draft[:kept] + [chosen[kept]] -> draft[:kept] + [chosen[-1]]",
         "a rejected guess stays in the text": (
@@ -198,6 +200,7 @@ EXERCISES = [
     Exercise("15", my_full_blocks, drafts, {
         "rejected guesses are counted: another request would find their keys": "1 + kept -> 1 + len(draft)",
         "the model's choice after the guesses is counted, and its key is not yet computed": "1 + kept -> 2 + kept",
+        "the accepted guesses are computed and belong to the text: they are not counted": "1 + kept -> 1",
         "the newest token is computed in this step, too": "have + 1 + kept -> have + kept",
         "a block that is not yet full is counted": "(have + 1 + kept) // -> (have + kept + block_size) //",
         "a guess after a wrong one is counted: the model chose it after another text":

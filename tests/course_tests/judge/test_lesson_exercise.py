@@ -12,16 +12,6 @@ def test_a_shown_error_is_printed_and_the_notebook_goes_on(capsys):
     assert capsys.readouterr().out == "ValueError: split_sizes sum to 96\n"
 
 
-def test_cores_are_those_that_this_process_may_use(monkeypatch):
-    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 3, 5} if pid == 0 else set(), raising=False)
-    monkeypatch.setattr("os.cpu_count", lambda: None)
-    assert lesson.available_cores() == 3
-    monkeypatch.delattr("os.sched_getaffinity")
-    assert lesson.available_cores() == 1
-    monkeypatch.setattr("os.cpu_count", lambda: 6)
-    assert lesson.available_cores() == 6
-
-
 def test_the_environment_is_ok_or_names_the_remedy(monkeypatch):
     monkeypatch.setattr(doctor, "models", lambda: [doctor.Finding("model fable: gone", "git checkout"),
                                                    doctor.Finding("model smollm2: not here", "fetch", essential=False)])
