@@ -88,7 +88,7 @@ def my_spread(x):
 def versions():
     equal, low, high = (torch.tensor([[4.0, -9.0], other]) for other in ([2.0, 0.5], [0.25, 2.0], [12.5, -2.25]))
     for some in ([equal, low], [low, equal], [equal, equal], [equal, equal, low], [equal, low, high],
-                 [low, equal, high]):
+                 [low, equal, high], [equal, high, low]):
         yield Example(*some, ranks=len(some), says="; ".join(f"x of rank {r} {x.tolist()}" for r, x in enumerate(some)))
 
 
@@ -106,7 +106,14 @@ EXERCISES = [
             "slice(heads.start * d, heads.stop * d) -> slice(heads.start, heads.stop)",
         "nothing is cut": "if layer in rows: -> if False: ;; elif layer in columns -> elif False",
         "the weights of o_proj and down_proj are cut along dim 1":
-            "files[name][:, columns[layer]] -> files[name][columns[layer]]",
+            ("files[name][:, columns[layer]] -> files[name][columns[layer]]", *(
+                f'files[name][:, columns[layer]] -> files[name][columns[layer] if layer == "{cut}" else (slice(None), '
+                'columns[layer])]' for cut in ("o_proj", "down_proj"))),
+        "shares are not equally large: take the bounds from the plan": (
+            "shard.mlp.start, shard.mlp.stop -> *(plan.ranks[-1].mlp.stop // len(plan.ranks) * r for r in "
+            "(rank, rank + 1))",
+            "shard.vocab.start, shard.vocab.stop -> *(plan.ranks[-1].vocab.stop // len(plan.ranks) * r for r in "
+            "(rank, rank + 1))"),
         "a bias of o_proj belongs to the sum, and is not cut": "else:\n                kept[name] = files[name][:] -> "
             "else:\n                kept[name] = files[name][columns[layer]] if layer in columns else files[name][:]",
         "the embedding and the head are not cut": '"embed_tokens": vocab, "lm_head": vocab} -> }',
@@ -126,7 +133,10 @@ EXERCISES = [
             f"{_SPREAD} -> (versions - x).abs().max().item()",
         "differences are taken in one direction only": (
             f"{_SPREAD} -> (versions - versions[0]).max().item()",
-            f"{_SPREAD} -> (versions[0] - versions[-1]).max().item()"),
+            *(f"{_SPREAD} -> (versions[{a}] - versions[{b}]).max().item()" for a, b in (
+                (0, -1), (-1, 0), (0, 1), (1, 0)))),
+        "only two of the ranks are compared": tuple(
+            f"{_SPREAD} -> (versions[{other}] - versions[0]).abs().max().item()" for other in (1, -1)),
         "every rank is compared with rank 0; two others can be further apart":
             f"{_SPREAD} -> (versions - versions[0]).abs().max().item()",
     }, "every rank returns the largest difference between any two", own_version, within=1e-5, alone=ALONE,

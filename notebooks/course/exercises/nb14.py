@@ -152,11 +152,15 @@ EXERCISES = [
             '"rounding" if margin <= 2 * moved else "bug" -> "rounding"',
         "both logits can have changed, one up and one down: rounding explains twice the largest change":
             "2 * moved -> moved",
+        "rounding explains twice the largest change, one logit up and one down, and no more": "2 * moved -> 4 * moved",
+        "the tolerance is a fixed number: measure how far rounding changes a logit of this row": tuple(
+            f"2 * moved -> {fixed}" for fixed in (0.1, 0.25, 0.5)),
         "the margin of the two largest logits is taken: which tokens did the two runs choose?":
             "abs(exact[place, first[place]] - exact[place, second[place]]) -> exact[place].topk(2).values.diff().abs()",
         "the margin is taken in logits, which are rounded: that of the exact ones says how near the tie is":
-            "abs(exact[place, first[place]] - exact[place, second[place]]) -> "
-            "abs(logits[place, first[place]] - logits[place, second[place]])",
+            tuple("abs(exact[place, first[place]] - exact[place, second[place]]) -> "
+                  f"abs(logits[place, first[place]] - logits[place, second[place]]) ;; 2 * moved -> {times} * moved"
+                  for times in (2, 1)),
         "rounding is measured in other rows, too: only the row where the texts differ first counts":
             f"{_MOVED} -> (logits - exact).abs().max()",
         "the changes of the two tokens are measured: any logit of the row says how far rounding can move one":
