@@ -138,7 +138,7 @@ class AlignReport:
 
     def diagnosis_lines(self) -> list[str]:
         """The diagnoses in words and numbered: where, the bug's name, those that look alike, the evidence."""
-        return [f"{number}. {diagnosis.where}: {diagnosis.fault or 'no name'}" + (
+        return [f"{number}. {diagnosis.where}" + f": {diagnosis.fault}" * bool(diagnosis.fault) + (
             f" (or {', '.join(diagnosis.lookalikes)})" if diagnosis.lookalikes else "") + f". {diagnosis.sentence}"
             for number, diagnosis in enumerate(self.diagnoses, 1)]
 

@@ -57,9 +57,9 @@ def check_what_and_why(file: CaseFile, what: str | Sequence[str], why: str) -> N
         raise NotYet("where is right; what is not answered: case.choices() prints what it can be")
     for answer in answers:
         if answer not in file.kinds:
-            look = "no function is wrong, so what does the report mistake?" if NOWHERE in file.repair else (
-                "compare what goes in with what comes out there")
-            raise NotYet(f"where is right; what is not {answer!r}: {look}")
+            look = ("no function is wrong, so what does the report mistake?" if NOWHERE in file.repair else
+                    "compare what goes in with what comes out there")
+            raise NotYet(f"where is right; what is not {answer!r}: {file.not_what.get(answer, look)}")
     if set(file.kinds) - set(answers):
         raise NotYet(f"where is right, and so is {answers[0]!r}; the other bug is of another kind")
     if not why:

@@ -52,7 +52,4 @@ CASE = CaseFile(
            "mlp is right and output is wrong. One function adds mlp to the residual.",
            "Subtract the residual from output and divide by mlp. The quotient is a whole number. Which?"),
     false_repairs=({"DecoderLayer.forward": halved}, {"DecoderLayer.forward": divided}),
-    production="On two ranks the answers look right again, so the change is shipped. The first customer with four "
-               "ranks gets nonsense. Dividing the second sum away also leaves one more all-reduce in every layer of "
-               "every step.",
 )

@@ -63,7 +63,4 @@ CASE = CaseFile(
            "with case.broken(): reassemble(ckpt) says which tensors differ from the checkpoint, row by row."),
     false_repairs=({"MergedColumnParallelLinear.load": whole}, {"MergedColumnParallelLinear.load": long_first},
                    {"GatedMLP.gated": exchanged}),
-    production="A rank that reads whole tensors and cuts afterwards reads the checkpoint as many times as there are "
-               "ranks, and holds each tensor twice while it loads. A model that just fits into a card's memory no "
-               "longer loads.",
 )

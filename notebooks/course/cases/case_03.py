@@ -67,6 +67,4 @@ CASE = CaseFile(
            "wrong.",
            "How many digits has inv_freq of the module that makes cos and sin?"),
     false_repairs=({PLACE: back},),
-    production="Casting back changes the dtype in the log and no digit: the digits that bfloat16 dropped are lost, and "
-               "long contexts still score fifteen points less.",
 )

@@ -66,7 +66,4 @@ CASE = CaseFile(
            "tokens.",
            "Each quotient is a scale of the first rows divided by the scale of this rank's row."),
     false_repairs=({"merged_shard": by_rank},),
-    production="If every rank has equally many rows, the offset is the rank times this number. Nine heads over two "
-               "ranks, or a KV head on two ranks, are not cut like that. So the change passes on the model that you "
-               "tested, and fails on others.",
 )

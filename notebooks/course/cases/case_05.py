@@ -59,6 +59,4 @@ CASE = CaseFile(
            "The drawn token is always the best one of its own rank's part.",
            "Which numbers of two ranks can be compared, and which cannot?"),
     false_repairs=[{"offer": wrong} for wrong in (softened, of_the_part, smallest)],
-    production="A probability among 24,000 words is compared with one among another 24,000. The more ranks there are, "
-               "the fewer words each has, and the higher is the probability of a bad word.",
 )

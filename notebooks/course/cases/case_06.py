@@ -59,11 +59,11 @@ CASE = CaseFile(
         "slot_mapping": "every token is in its slot",
         "Rotary.__call__": "its tables are right for the positions that it gets",
     },
+    not_what={
+        "the rule for a special case is itself wrong": "for a token that decodes, it is right. When is it applied?"},
     hints=("33 = 2 × 16 + 1. Align along the decode path with max_num_batched_tokens=16, not with one forward "
            "pass.",
            "One row of q_rope is wrong: that of the prompt's last token.",
            "It is rotated as if its position were larger by one. Which function makes the positions?"),
     false_repairs=[{"token_positions": wrong} for wrong in (unless_chunk, one_before)],
-    production="The prefix cache leaves a single token to compute when a prompt is repeated that is one token longer "
-               "than its full blocks. That token still gets the wrong position, without any chunks.",
 )

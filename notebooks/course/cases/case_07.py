@@ -56,5 +56,4 @@ CASE = CaseFile(
            "Of which partials is a rank's o_proj the sum? There are few combinations: try them.",
            "Two of them, on every rank: its own and that of one other rank."),
     false_repairs=({"RowParallelLinear.reduce": two_hops},),
-    production="The next machine has one card more than your test, and the sum again lacks one summand.",
 )

@@ -6,7 +6,7 @@ from course.cases.case_file import Bug, CaseFile, Trial, engines_own
 from tplab.shard import ShardPlan
 from tplab.shard.linear import column_shard
 
-my_load = engines_own("QKVParallelLinear.load")
+my_load, my_mask = engines_own("QKVParallelLinear.load"), engines_own("causal_mask")
 
 
 def load(self, parameter, *sources):
@@ -27,6 +27,10 @@ def longest_mask(positions, keys):
     newest = positions.max(0).values  # so that no sequence of the batch sees too little
     mask = torch.arange(keys, device=positions.device) > newest[:, None]
     return mask.expand(len(positions), 1, *mask.shape)
+
+
+def mask_of_a_few(positions, keys):
+    return (causal_mask if len(positions) > 3 else my_mask)(positions, keys)
 
 
 def trials(take):
@@ -58,12 +62,13 @@ CASE = CaseFile(
         "Two causes: one makes every answer wrong, and hidden by it a second one makes only batches wrong.": "",
         "One cause: keys and values are exchanged when they are loaded, and batches show it more often.":
             "the values are right: only k, and what is computed from it, is wrong",
-        "The rotation pairs neighbours instead of halves, for keys only.":
+        "Two causes: keys are rotated in pairs of neighbours, and a batch reads another sequence's blocks.":
             "q_rope and k_rope are right, given their inputs q and k: k itself is wrong",
         "The batch reads another sequence's blocks, because block tables are sent in the wrong order.":
             "the block tables of the ranks are the scheduler's, and each sequence reads its own keys",
     },
     elsewhere={
+        "MergedColumnParallelLinear.load": "it is right, and in this engine q, k and v do not go through it",
         "TensorParallelAttention.apply_rope": "k_rope is right, given k",
         "PagedContext._slots": "each sequence reads its own slots",
         "TensorParallelAttention.attend_all": "it uses the mask that it gets",
@@ -74,7 +79,6 @@ CASE = CaseFile(
            "The second: with the first one repaired, attn is wrong in the decoded rows of every prompt but the "
            "first."),
     false_repairs=({"QKVParallelLinear.load": my_load},
-                   {"QKVParallelLinear.load": my_load, "causal_mask": longest_mask}),
-    production="The evaluation sends its prompts in order of length, so the changed engine passes it. Real traffic "
-               "does not arrive in order of length.",
+                   *({"QKVParallelLinear.load": my_load, "causal_mask": wrong} for wrong in (
+                       longest_mask, mask_of_a_few))),
 )

@@ -84,6 +84,4 @@ CASE = CaseFile(
            "attn is wrong in all rows of the second text, by the same missing key: that of token 19. In which step "
            "is it computed?"),
     false_repairs=({PLACE: only_long}, {"BlockTable.get_computed_blocks": uncached}),
-    production="Short conversations are right, but long ones, for which the prefix cache exists, are still wrong. If "
-               "instead nothing is found any more, every turn computes all earlier turns again.",
 )

@@ -81,6 +81,4 @@ CASE = CaseFile(
            "whose positions start at 0?"),
     false_repairs=({"BlockTable.extend_keys": my_keys},
                    {"BlockTable.get_computed_blocks": nothing_found, "token_positions": my_positions}),
-    production="With only the keys repaired, every request that finds its system prompt in the cache gets a wrong "
-               "answer, as in the fork. If the cache stays useless, every request computes the system prompt again.",
 )

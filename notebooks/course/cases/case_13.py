@@ -10,7 +10,7 @@ def causal_mask(positions, keys, window=24):
     return ((behind < 0) | (behind >= window))[:, None]
 
 
-def wider(positions, keys, window=64):
+def wider(positions, keys, window=256):
     return causal_mask(positions, keys, window)
 
 
@@ -26,7 +26,6 @@ def no_window(config, tensor_parallel_size):
 
 CASE = CaseFile(
     title="Only long stories are wrong",
-    after="12_experts",
     report="Our smoke tests pass: twenty tokens in, ten out, and the text is the same as with transformers. In long "
            "chats the model confuses the people it talks about. It is the same on one rank and on {ranks}, with the "
            "prefix cache and without, for prompts and for generated text. It began when a second model family went "
@@ -53,6 +52,4 @@ CASE = CaseFile(
            "Change the text's first token: which rows of the first layer's attn change?",
            "Look at the defaults of the function that says which keys a query can see."),
     false_repairs=({"causal_mask": wider},),
-    production="A larger default only moves the length at which it begins. The users with the longest texts still have "
-               "wrong answers.",
 )

@@ -35,7 +35,6 @@ def plain_rope(config, tensor_parallel_size):
 
 CASE = CaseFile(
     title="Wrong only when a single user is left",
-    after="12_experts",
     report="Under load our answers are the same as with transformers. At night, when a single user is left, the first "
            "word is right and the rest is nearly right: fluent, with wrong names. When a second user joins, the next "
            "words of both are right. It is the same on one rank and on {ranks}. We compared a forward pass over the "
@@ -63,6 +62,4 @@ CASE = CaseFile(
            "In which of its numbers does the new token's q_rope differ from the right one?",
            "Which function does not get the batch as an argument, but can find out its size?"),
     false_repairs=({"TensorParallelAttention.apply_rope": keys_only},),
-    production="A single user's queries are still rotated in only half of each head: the text is wrong exactly when "
-               "one person tries the service alone, and right in every load test.",
 )

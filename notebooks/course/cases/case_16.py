@@ -61,7 +61,6 @@ def user_output(ckpt, ranks):
 
 CASE = CaseFile(
     title="With speculation, the model repeats the user's text",
-    after="15_guess_and_verify",
     report="Since n-gram drafts are on, the answer to a prompt that says something twice goes on as the prompt did. I "
            "was told that this is rounding: in bfloat16, a token's logits do not have the same bits after a draft. "
            "With the drafts off it does not happen. It is the same with one rank as with {ranks}.",
@@ -91,6 +90,4 @@ CASE = CaseFile(
            "embed holds the embeddings of the tokens that were computed. Of which token is the row that differs?",
            "The token of that row was the first of a draft. Which function says how many of them are kept?"),
     false_repairs=[{"num_accepted": function} for function in (all_that_agree, none_at_all, long_ones)],
-    production="Where the guesses happen to be right, the text is right. Repeated text, for example a quotation, is "
-               "still wrong, and users check it first.",
 )

@@ -54,11 +54,10 @@ class CaseFile:
     what: str = ""  # the kind of mistake where there is no bug
     why: Mapping[str, str]  # explanation → why it is none; the empty string at the right one
     elsewhere: Mapping[str, str] = field(default_factory=dict)  # place that looks guilty → why it is not
+    not_what: Mapping[str, str] = field(default_factory=dict)  # kind of mistake that seems to fit → why it does not
     hints: Sequence[str]  # each says more than the one before
     false_repairs: Sequence[Mapping[str, Callable]]  # {place: function}; they leave a bug in, or pay for it elsewhere
-    production: str  # what a repair that hides the symptom does to its users
     budget: int = 8  # runs
-    after: str = ""  # a notebook behind the cases' own that it is about
     needs: Callable[[object, int], str] = anywhere  # (config, ranks) → why it cannot show; as a Fault's
     user_output: Callable | None = None  # what its user ran, where that is no text: (ckpt, ranks) → words
     # Where a repair is no patch of the engine: (function, ckpt, ranks, seed) → what is true of a right one; raises

@@ -62,10 +62,16 @@ def unseen(ckpt: Checkpoint, seed: int) -> Callable[[int], list[int]]:
     return lambda count: torch.randint(ckpt.config.vocab_size, (count,), generator=generator).tolist()
 
 
-def usual(take: Callable[[int], list[int]]) -> tuple[Trial, ...]:
-    """Runs that the mended engine of any case must get right."""
+def usual(take: Callable[[int], list[int]], longest: int) -> tuple[Trial, ...]:
+    """Runs that the mended engine of any case must get right; ``longest``: the tokens of the model's longest text."""
+    alike, long = take(9), min(320, longest - 4)
     return (Trial("a prompt of 9 tokens, read one token at a time", [take(12)], 3, {"max_num_batched_tokens": 1}),
-            Trial("two prompts, the last five tokens of each one by one", [take(30), take(11)], 5))
+            Trial("five prompts of unlike lengths, the last tokens of each one by one",
+                  [take(count) for count in (30, 11, 18, 7, 24)], 4),
+            Trial(f"a prompt of {long} tokens, read 100 at a time", [take(long + 4)], 4,
+                  {"max_num_batched_tokens": 100}),
+            Trial("three prompts that begin alike, in a cache of 40 blocks of two",
+                  [alike + take(count) for count in (30, 27, 33)], 8, {"block_size": 2, "num_blocks": 40}))
 
 
 def _in_the_engine(case, repair: Mapping[str, Callable], seed: int) -> str:
@@ -75,30 +81,28 @@ def _in_the_engine(case, repair: Mapping[str, Callable], seed: int) -> str:
         reports.append(_run(case, case.trial, mended, case.tensor_parallel_size))
     except NotYet as wrong:
         raise NotYet(f"the reported run is not right yet: {wrong}") from None
+    longest = case.checkpoint.config.max_position_embeddings
     sizes = [size for size in range(1, 5) if size <= case.checkpoint.config.num_heads]
     sizes.sort(key=lambda size: (size != case.tensor_parallel_size, -size))
     for at, size in enumerate(sizes):
         take = unseen(case.checkpoint, seed + at)
-        for trial in file.trials(take)[:1] if at else (*file.trials(take), *usual(take)):
+        runs = [(trial, bool(at)) for trial in file.trials(take)[:1 if at else None]]  # on logical ranks?
+        for trial, logical in runs if at else runs + [(trial, True) for trial in usual(take, longest)]:
             try:
-                reports.append(_run(case, trial, mended, size, logical=bool(at)))
+                reports.append(_run(case, trial, mended, size, logical))
             except NotYet as wrong:
                 ranks = counted(size, "rank")
-                raise _refused(file, f"it hides the symptom: the reported run is right now; with fresh tokens, on "
-                                     f"{ranks}, {trial.says} is not. {str(wrong).rstrip('.')}") from None
+                raise NotYet(f"it hides the symptom: the reported run is right now; with fresh tokens, on {ranks}, "
+                             f"{trial.says} is not. {wrong}") from None
     wanted = 1 + 2 * case.checkpoint.config.num_layers  # the embedding's, and two in each layer
     if (more := max((len(log) - wanted for report in reports for log in report.op_logs), default=0)) > 0:
-        raise _refused(file, f"the numbers are right, and a forward pass has {more} collectives more than it needs: "
-                             "in each one all ranks wait for the slowest")
+        raise NotYet(f"the numbers are right, and a forward pass has {more} collectives more than it needs: in each "
+                     "one all ranks wait for the slowest")
     if set(repair) != set(file.repair):
-        raise _refused(file, f"the numbers are right, and the repair replaces {' and '.join(repair)}. What is wrong, "
-                             f"{' and '.join(file.repair)}, must be replaced, and nothing else")
+        raise NotYet(f"the numbers are right, and the repair replaces {' and '.join(repair)}. What is wrong, "
+                     f"{' and '.join(file.repair)}, must be replaced, and nothing else")
     return (f"the mended engine agrees with Hugging Face on the reported run, and on fresh tokens with "
             f"{', '.join(map(str, sorted(sizes)))} ranks.")
-
-
-def _refused(file: CaseFile, why: str) -> NotYet:
-    return NotYet(f"{why}. In production: {file.production}")
 
 
 def _run(case, trial: Trial, patches, size: int, logical: bool = False) -> AlignReport:
@@ -118,6 +122,11 @@ def _run(case, trial: Trial, patches, size: int, logical: bool = False) -> Align
         is_told = diagnosis.fault and not {bug.fault for bug in case._file.bugs}.intersection(diagnosis.names)
         raise NotYet(diagnosis.sentence if is_told else _OTHERWISE.get(
             diagnosis.point, f"{diagnosis.point} is not what it should be"))
+    most = trial.options.get("max_num_batched_tokens")
+    if most and (largest := max(sum(segment.count for _, segment, *_ in step.requests)
+                                for step in report.decode.steps)) > most:
+        raise NotYet(f"the numbers are right, but a step computes {largest} tokens, and max_num_batched_tokens is "
+                     f"{most}")
     if trial.options.get("num_speculative_tokens"):
         finished = case._run(trial, tensor_parallel_size=size, logical=True)
         steps, enough = len(report.decode.steps), len(finished.decode.steps)

@@ -7,7 +7,7 @@ from itertools import cycle, islice
 
 from course.cases import CASES
 from course.cases.answering import check_what_and_why, check_where, choices, place_called
-from course.cases.case_file import NOWHERE, CaseFile, Trial, code_at, places
+from course.cases.case_file import NOWHERE, CaseFile, Trial, code_at, patches_at, places
 from course.cases.repairing import examine
 from course.judge import progress_file
 from course.judge.answers import default_prompt, greedy
@@ -18,7 +18,7 @@ from tplab.align.run import check_prompts
 from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.checks import counted, positive_int, quoted
 from tplab.errors import TplabError
-from tplab.patch import applied
+from tplab.patch import Patch, applied
 from tplab.show.phrases import in_width
 
 PRICE_OF_NAMES = 3  # runs for the diagnosis of a report: it says nearly everything
@@ -79,19 +79,28 @@ class OpenCase:
             return align_decode(self.checkpoint, trial.prompts, new_tokens=trial.new_tokens, **options)
         return align(self.checkpoint, trial.prompts, **options)
 
-    def align(self, prompts=None, **options) -> AlignReport:
-        """:func:`tplab.align.align` on the sealed engine, of the reported prompts and dtype unless told otherwise; one
-        run."""
+    def align(self, prompts=None, repair: Mapping | None = None, **options) -> AlignReport:
+        """:func:`tplab.align.align` on the sealed engine, of the reported prompts and dtype unless told otherwise, with
+        ``repair`` over it, ``{place: function}``; one run."""
         dtype = {name: value for name, value in self.trial.options.items() if name == "dtype"}
         with self.broken():
-            return self._run(Trial("", prompts or self.trial.prompts, options=dtype), **options)
+            return self._run(Trial("", prompts or self.trial.prompts, options=dtype), self._patches(repair), **options)
 
-    def align_decode(self, prompts=None, new_tokens: int = 0, **options) -> AlignReport:
-        """:func:`tplab.align.align_decode` on the sealed engine, as in the reported run if nothing else is said; one
-        run."""
+    def align_decode(self, prompts=None, new_tokens: int = 0, repair: Mapping | None = None, **options) -> AlignReport:
+        """:func:`tplab.align.align_decode` on the sealed engine, as in the reported run if nothing else is said, with
+        ``repair`` over it; one run."""
         with self.broken():
             return self._run(Trial("", prompts or self.trial.prompts, new_tokens or self.trial.new_tokens or 5,
-                                   {**self.trial.options, **options}))
+                                   {**self.trial.options, **options}), self._patches(repair))
+
+    def _patches(self, repair: Mapping | None) -> tuple[Patch, ...]:
+        return patches_at({self._place(place): function for place, function in (repair or {}).items()})
+
+    def _place(self, name: str) -> str:
+        try:
+            return place_called(name, self._places)
+        except NotYet as wrong:
+            raise CaseError(str(wrong)) from None
 
     def generate(self, prompts=None, max_tokens: int = _NEW, **options) -> list[list[int]]:
         """The greedy token ids that the sealed engine writes behind each prompt; one run. ``options``: of the LLM."""
@@ -123,10 +132,7 @@ class OpenCase:
 
     def code(self, place: str) -> None:
         """Print what stands at a place of the sealed engine, below the imports that it needs; one run."""
-        try:
-            place = place_called(place, self._places)
-        except NotYet as wrong:
-            raise CaseError(str(wrong)) from None
+        place = self._place(place)
         with self.broken():
             print(code_at(place))
 

@@ -40,10 +40,13 @@ class Toy:
 
     def __init__(self, guesses: int, ids: list[int]):
         self.cache, self.calls, self.guesses, self.asked = {}, [], guesses, []
-        self.text, self.prompt, self.have = list(ids), len(ids), 0  # have: tokens of the text that are in the cache
+        self.ids, self.text, self.prompt = ids, list(ids), len(ids)
+        self.have = 0  # tokens of the text that are in the cache
 
     def __call__(self, new_ids, positions) -> list[int]:
         new_ids, positions = listed("new_ids", new_ids), listed("positions", positions)
+        if self.ids != self.text[:self.prompt]:
+            raise NotYet("ids has been changed, and the caller still needs it: begin with text = list(ids)")
         if len(new_ids) != len(positions) or not new_ids:
             raise ValueError(f"step was given {len(new_ids)} tokens and {len(positions)} positions")
         if positions[0] > self.have:
@@ -181,6 +184,8 @@ EXERCISES = [
             "have = len(text) - 1 -> have += len(new)",
         "everything is computed again: the keys of the text's tokens but the last are in the cache":
             "have = len(text) - 1 -> have = 0",
+        "accepted guesses are computed again: their keys are in the cache": "len(text) - 1\n -> len(text) - 1 - kept\n",
+        "the first step has no guesses: ask for them before it, too": "propose(text) -> propose(text) if have else []",
         "the model's own choice after the accepted guesses belongs to the text, too":
             ("draft[:kept] + [chosen[kept]] -> draft[:kept] or [chosen[kept]]",
              "draft[:kept] + [chosen[kept]] -> draft[:kept] or [chosen[kept]] ;; len(text) - 1\n -> len(text)\n"),
@@ -192,7 +197,7 @@ EXERCISES = [
             "draft[:kept] + [chosen[kept]] -> draft + [chosen[-1]]"),
         "the guesses are compared with the choices from the first on: the newest token's choice is at another index":
             "[len(text) - 1 - have:] -> ",
-        "a guess after a wrong one is used: the model chose it after another text": (
+        "a guess after a wrong one is used: the model chose it after a text with a wrong token": (
             "kept = 0 -> kept = sum(a == b for a, b in zip(draft, chosen)) ;; while kept -> while False and kept",
             "draft[:kept] + [chosen[kept]] -> [a for a, b in zip(draft, chosen) if a == b] + [chosen[kept]]"),
     }, "no rejected token stays, in the text or in the cache; on {ranks}, the text is plain greedy's", guessed,
@@ -203,7 +208,7 @@ EXERCISES = [
         "the accepted guesses are computed and belong to the text: they are not counted": "1 + kept -> 1",
         "the newest token is computed in this step, too": "have + 1 + kept -> have + kept",
         "a block that is not yet full is counted": "(have + 1 + kept) // -> (have + kept + block_size) //",
-        "a guess after a wrong one is counted: the model chose it after another text":
+        "a guess after a wrong one is counted: the model chose it after a text with a wrong token":
             "kept = 0 -> kept = sum(a == b for a, b in zip(draft, chosen)) ;; while -> while False and ",
     }, "only blocks of accepted tokens can be found; on {ranks}, a second prompt that contains rejected guesses agrees "
        "with Hugging Face", patches=published_by, engine=found_by_others)]
