@@ -37,8 +37,9 @@ def words():
     several = [10, 0, 6, 3, 4, 2, 1, 7, 0, 10]
     for size, ids, dtype in ((2, [10, 0, 3], torch.float32), (2, [1, 0, 1], torch.float32),
                              (2, several, torch.bfloat16), (3, several, torch.float32)):
-        yield Example(torch.tensor(ids), numbers(11, 14, dtype=dtype), ranks=size, says=f"ids {ids}"
-                      f"{' in bfloat16' * (dtype == torch.bfloat16)}, rank 1 of {size} with rows {dealt(11, size)[1]}")
+        rows = ", ".join(map(str, dealt(11, size)))
+        yield Example(torch.tensor(ids), numbers(11, 14, dtype=dtype), ranks=size, says=(
+            f"ids {ids}{' in bfloat16' * (dtype == torch.bfloat16)}, {size} ranks with rows {rows}"))
 
 
 def looked_up(answer, ids, weight):
@@ -264,6 +265,7 @@ EXERCISES = [
                                            lambda self, ids: answer(ids, self.weight, self.rows))]),
     Exercise("06", my_best_offer, scores, {
         "rank 0's token comes back for every sequence: which rank is best for each of them?": "winner, 1] -> 0, 1]",
+        "the best rank of one sequence decides for all of them": "winner, 1] -> winner[0], 1]",
         "that is the number of the rank with the best score; which token does it offer?":
             "offers[range(len(offers)), winner, 1].long() -> winner",
         "in row i, the entry of winner[i] is asked for, and the entries of all winners come back":
@@ -276,6 +278,7 @@ EXERCISES = [
              three_texts, dims="sequence", place="chooses the next token"),
     Exercise("06", my_generate, lambda: [Example(*args, says=f"a prompt of {len(args[0])}, {args[1]} new") for args in (
         ([3, 1, 4, 1, 5], 4, ()), ([*range(20, 63)], 24, ()), ([9, 9], 1, ()), ([24], 5, (0, 0, 3, 2, 11)))], {
+        "only the new ids come back, without the prompt": "return new -> return [*ids, *new]",
         "positions count from 0: behind a prompt of n tokens, the first new one stands at n":
             "[position] -> [position + 1]",
         "the text so far is computed anew in every step: the engine keeps keys and values":
@@ -291,7 +294,7 @@ EXERCISES = [
             "all_reduce(out.flatten(1) @ self.o.T) -> out.flatten(1) @ self.o.T",
             "all_reduce(inner @ self.down.T) -> inner @ self.down.T"),
         "rms_norm_eps is not added to the mean": " + self.eps -> ",
-        "numbers 0 and 1 are turned as a pair; here number 0 belongs to number head_dim / 2":
+        "the rotation pairs neighbours, numbers 0 and 1; this model pairs number i with number i + head_dim / 2":
             "a, b = x.chunk(2, dim=-1) -> a, b = x[..., ::2], x[..., 1::2]",
         "the rotation has the other direction": "torch.cat([-b, a] -> torch.cat([b, -a]",
         "the bias of q, k or v is missing": "x @ self.qkv.T + self.bias -> x @ self.qkv.T",
@@ -308,6 +311,10 @@ EXERCISES = [
         "a query head reads another KV head than kv_for_q says: the rank's heads may not divide": (
             "self.here.kv_for_q -> [i * self.k.shape[1] // q.shape[1] for i in range(q.shape[1])]",
             "self.here.kv_for_q -> [i % self.k.shape[1] for i in range(q.shape[1])]"),
+        "index a weight with the slice that you need: [:] reads all of it": (
+            "[name][rows] -> [name][:][rows] ;; [:, q] -> [:][:, q] ;; ][mlp] -> ][:][mlp] ;; [:, mlp] -> [:][:, mlp]",
+            "[name][rows] -> [name][:][rows]", "][mlp] -> ][:][mlp]", "[:, q] -> [:][:, q]", "[:, mlp] -> [:][:, mlp]",
+            "[:, q] -> [:][:, q] ;; [:, mlp] -> [:][:, mlp]"),
         "the two norms have changed places": "self.norm1, self.norm2 -> self.norm2, self.norm1",
         "hidden comes back as it went in": "def __call__(self, hidden, cos, sin, point): -> "
             "def __call__(self, hidden, cos, sin, point): return hidden\n    def other(self, hidden, cos, sin, point):",

@@ -129,7 +129,7 @@ EXERCISES = [
             "all_gather(x[None], dim=0) -> all_gather(x, dim=0)",
         "only the largest numbers of the ranks are compared: compare each place by itself":
             f"{_SPREAD} -> (versions.flatten(1).amax(1).max() - versions.flatten(1).amax(1).min()).item()",
-        "each rank compares itself with the others, and returns another number":
+        "each rank compares itself with the others, so the ranks return different numbers":
             f"{_SPREAD} -> (versions - x).abs().max().item()",
         "differences are taken in one direction only": (
             f"{_SPREAD} -> (versions - versions[0]).max().item()",

@@ -51,7 +51,7 @@ def failures():
 def heard(answer, failing):
     work = Work(failing)
     failed = answer(work)
-    yield "it calls work so many times:", work.calls, 1
+    yield "the calls of work are", work.calls, 1
     yield "it returns", whole_numbers(failed, f"the failed ranks, which are {failing}")
 
 
@@ -94,8 +94,8 @@ def in_turns(answer, rounds):
     everyone = [[row[row >= 0].tolist() for row in each] for each in all_gather(events[None], dim=0)]
     (written, _), *_ = everyone
     for r, (writes, reads) in enumerate(everyone):
-        yield f"rank {r} calls write so many times:", len(writes), 0 if r else rounds
-        yield f"rank {r} calls read so many times:", len(reads), rounds
+        yield f"the calls of write on rank {r} are", len(writes), 0 if r else rounds
+        yield f"the calls of read on rank {r} are", len(reads), rounds
         for n in range(rounds if r else 0):
             yield f"in round {n}, rank {r} can read before rank 0 has written", reads[n] <= written[n], False
             if n + 1 < rounds:
@@ -125,6 +125,8 @@ EXERCISES = [
         "every rank must call the collective, whether its work has failed or not": (
             "= 1\n    all_reduce(failed) -> = 1\n        all_reduce(failed)",
             "= 1\n    all_reduce(failed) -> = 1\n    else:\n        all_reduce(failed)"),
+        "how many ranks failed does not say which":
+            "failed.nonzero().flatten().tolist() -> [*range(int(failed.sum()))]",
     }, "every rank returns the ranks that failed, and none waits", heard, engine=agreed_on_real_ranks,
              counted=False),
     Exercise("08", my_rounds, lambda: [Example(3, ranks=2, says="3 rounds on 2 ranks"),

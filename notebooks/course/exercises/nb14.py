@@ -119,8 +119,8 @@ def of_any_deal(answer, leaves, deals):
     everyone, (first, *_) = all_gather(bits[None], dim=0), deals
     for r, of_rank in enumerate(everyone):
         for deal, total in zip(deals, of_rank):
-            yield (f"the sum of other leaves has other bits with sizes {list(deal)} on rank {r} than with "
-                   f"{list(first)} on rank 0", not total.equal(everyone[0, 0]), False)
+            yield (f"leaves in which large numbers cancel have another sum with sizes {list(deal)} on rank {r} than "
+                   f"with {list(first)} on rank 0", not total.equal(everyone[0, 0]), False)
 
 
 def in_a_product(setting, answer):
@@ -164,7 +164,8 @@ EXERCISES = [
         "rounding is measured in other rows, too: only the row where the texts differ first counts":
             f"{_MOVED} -> (logits - exact).abs().max()",
         "the changes of the two tokens are measured: any logit of the row says how far rounding can move one":
-            f"{_MOVED} -> (logits[place] - exact[place])[[first[place], second[place]]].abs().max()",
+            (f"{_MOVED} -> (logits[place] - exact[place])[[first[place], second[place]]].abs().max()",
+             f"{_MOVED} -> (logits[place] - exact[place])[[first[place], second[place]]].abs().sum() / 2"),
         "only the first token that differs counts: later ones follow other words":
             f"{_PLACE} -> next((i for i in reversed(range(len(first))) if first[i] != second[i]), None)",
     }, "near ties, and differences that no rounding explains; and on {ranks}, a healthy engine's texts are told from a "
@@ -173,6 +174,8 @@ EXERCISES = [
         "each rank adds up its own leaves first: how many these are decides the order": (
             f"{_GATHERED} -> all_reduce(leaves.sum(0))[None]",
             f"{_GATHERED} -> all_gather(leaves.sum(0)[None], dim=0)"),
+        "it rounds to float32 on the way: add in the dtype of the leaves":
+            f"{_GATHERED} -> {_GATHERED}.float() ;; return total -> return total.to(leaves.dtype)",
         "only the leaves of this rank are added": f"{_GATHERED} -> leaves",
         "the ranks add in different orders: all of them must add in the same one":
             f"{_GATHERED} -> {_GATHERED}.roll(-sum(sizes[:rank()]), 0)",
