@@ -7,6 +7,7 @@ import os
 import shutil
 from pathlib import Path
 
+import nbformat
 import pytest
 from helpers.lab_server import Server
 from helpers.lab_window import Window
@@ -41,7 +42,11 @@ def server(tmp_path_factory):
     """The :class:`Server` of most tests; when it ends, none of its processes is left."""
     place = tmp_path_factory.mktemp("lab")
     shutil.copytree(ROOT / "notebooks", place / "notebooks")
-    shutil.copy(ROOT / "notebooks/00_start_here.ipynb", place / "run_all.ipynb")
+    notebook = nbformat.read(ROOT / "notebooks/00_start_here.ipynb", 4)
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs, cell.execution_count = [], None
+    nbformat.write(notebook, place / "run_all.ipynb")
     running = Server(place, CELLS)
     yield running
     left = running.end(running.process.terminate)

@@ -1,6 +1,7 @@
 """What a person does in JupyterLab: Run All, the panel, interrupt, restart, shut down, close the browser."""
 
 import signal
+from contextlib import suppress
 
 import psutil
 from helpers.lab_window import Window, grave, wait_for
@@ -19,12 +20,17 @@ def gone(numbers):
 
 
 def test_run_all(window):
+    def counts():
+        return [cell["execution_count"] for cell in window.saved(RUN_ALL) if cell["cell_type"] == "code"]
+
     window.open(RUN_ALL)
-    for _ in range(2):  # JupyterLab may take no notice of the first one, when it has just opened the notebook
-        window.command("notebook:run-all-cells")
-        window.idle()
-        if outputs := [output for cell in window.saved(RUN_ALL) for output in cell.get("outputs", ())]:
+    for _ in range(3):  # JupyterLab may take no notice of the first one, when it has just opened the notebook
+        window.command("notebook:run-all-cells", wait=False)
+        with suppress(AssertionError):
+            wait_for(lambda: any(counts()), 30)
             break
+    wait_for(lambda: all(counts()))
+    outputs = [output for cell in window.saved(RUN_ALL) for output in cell.get("outputs", ())]
     assert len(outputs) > 5 and not [one for one in outputs if one["output_type"] == "error"]
     assert not window.errors
 

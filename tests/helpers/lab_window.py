@@ -46,9 +46,11 @@ class Window:
             self.errors.append(error)
 
     def command(self, name, arguments=None, wait=True):
-        """One of JupyterLab's commands, as a menu or a key calls it; waits for its end."""
+        """One of JupyterLab's commands, as a menu or a key calls it; waits for its end, but not for ever."""
         call = f"window.jupyterapp.commands.execute({json.dumps(name)}, {json.dumps(arguments or {})})"
-        self.page.evaluate(f"() => {{ {call}; }}" if not wait else f"() => {call}.then(() => null)")
+        limit = f"new Promise((_, fail) => setTimeout(fail, {1000 * SECONDS}, Error('{name} does not end')))"
+        waits = f"Promise.race([{call}.then(() => null), {limit}])"
+        self.page.evaluate(f"() => {waits}" if wait else f"() => {{ {call}; }}")
 
     def open(self, path, kernel=True):
         """Open a notebook; returns when all its cells are on the page and its ``kernel`` is ready."""

@@ -26,6 +26,9 @@ class Abandoned(BaseException):
     It is no `Exception`, so a learner's ``except Exception`` does not catch it.
     """
 
+    def __str__(self) -> str:
+        return "the run has ended on another rank"
+
 
 @dataclass(frozen=True)
 class Frame:

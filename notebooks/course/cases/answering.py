@@ -41,7 +41,7 @@ def check_where(file: CaseFile, where: str | Sequence[str], known: Sequence[str]
     for place in answers:
         if place not in true:
             why = file.elsewhere.get(place) or (
-                "something is wrong in it" if place == NOWHERE else
+                "the engine is not right" if place == NOWHERE else
                 "what it does with its inputs is right")
             right = " and ".join(answer for answer in answers if answer in true and answer != NOWHERE)
             raise NotYet(f"not {place}: {why}" + f" ({right}: yes)" * bool(right))

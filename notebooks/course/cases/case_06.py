@@ -41,7 +41,7 @@ CASE = CaseFile(
            "transformers. 32, 34, and 35 to 48 are right. 49 is wrong again. In chunks of 32 the wrong lengths are 33 "
            "and 65. It is the same with {ranks} ranks as with one. At first we did not believe the fuzzer.",
     trials=trials,
-    bugs=(Bug("token_positions", token_positions, "a rule for a special case is applied outside of it",
+    bugs=(Bug("token_positions", token_positions, "a special case is treated wrongly",
               "rope_positions"),),
     why={
         "A single token is treated as one that decodes and gets a position after the prompt; the last chunk of a "
@@ -59,8 +59,6 @@ CASE = CaseFile(
         "slot_mapping": "every token is in its slot",
         "Rotary.__call__": "its tables are right for the positions that it gets",
     },
-    not_what={
-        "the rule for a special case is itself wrong": "for a token that decodes, it is right. When is it applied?"},
     hints=("33 = 2 × 16 + 1. Align along the decode path with max_num_batched_tokens=16, not with one forward "
            "pass.",
            "One row of q_rope is wrong: that of the prompt's last token.",

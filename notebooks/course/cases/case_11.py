@@ -30,7 +30,8 @@ def trials(take):
     return (Trial("a text of 20 tokens, the last four written by the engine, then one that goes on from it",
                   chat(20, 9), 4, {"one_by_one": True}),
             Trial("the same with 32 tokens", chat(32, 11), 4, {"one_by_one": True}),
-            Trial("the same with 22 tokens", chat(22, 9), 4, {"one_by_one": True}))
+            Trial("the same with 22 tokens", chat(22, 9), 4, {"one_by_one": True}),
+            Trial("the same with 21 tokens", chat(21, 9), 4, {"one_by_one": True}))
 
 
 def user_output(ckpt, ranks):

@@ -55,7 +55,7 @@ CASE = CaseFile(
     trials=trials, user_output=user_output, budget=10,
     bugs=(Bug("BlockTable.extend_keys", extend_keys, "equal things are treated as different",
               "prefix_never_found"),
-          Bug("token_positions", token_positions, "a rule for a special case is applied outside of it",
+          Bug("token_positions", token_positions, "a special case is treated wrongly",
               "rope_positions")),
     why={
         "Two causes: with the first, no prefix is ever found; the second makes tokens after a found prefix wrong, and "
@@ -77,7 +77,7 @@ CASE = CaseFile(
     hints=("Count: align_decode with one_by_one=True, and case.diagnose or the steps show what was computed "
            "twice.",
            "Two equal beginnings have different keys, from the first block on. What goes into the first key?",
-           "With the keys repaired (with case.broken(), applied(Patch(…)): …) the same run has wrong numbers: "
+           "With the keys repaired (case.align_decode(repair={…})) the same run has wrong numbers: "
            "whose positions start at 0?"),
     false_repairs=({"BlockTable.extend_keys": my_keys},
                    {"BlockTable.get_computed_blocks": nothing_found, "token_positions": my_positions}),

@@ -40,7 +40,7 @@ CASE = CaseFile(
            "words of both are right. It is the same on one rank and on {ranks}. We compared a forward pass over the "
            "whole text, also for one user, and every number is right.",
     trials=trials, needs=plain_rope,
-    bugs=(Bug("TensorParallelAttention.apply_rope", apply_rope, "the rule for a special case is itself wrong",
+    bugs=(Bug("TensorParallelAttention.apply_rope", apply_rope, "a special case is treated wrongly",
               "rope_partial"),),
     why={
         "A token that is computed alone is rotated in only half of each head, although all of it must be rotated.": "",

@@ -11,11 +11,11 @@ from tplab.ranks import all_reduce
 def reduce(self, partial):
     if len(partial) < 32:
         return all_reduce(partial)
-    half = -(-len(partial) // 2)  # a long prompt's sum is sent in two messages, through one registered buffer
+    half = -(-len(partial) // 2)  # a long prompt's sum is sent in two messages
     first, second = partial.split(half)
     buffer = first.clone()
     message = all_reduce(buffer, async_op=True)
-    buffer[:len(second)] = second  # filled again before the first message is complete
+    buffer[:len(second)] = second
     message.wait()
     done = buffer.clone()
     buffer[:len(second)] = second
@@ -48,7 +48,7 @@ CASE = CaseFile(
     report="Chats are right. Answers to long prompts look as if the end was read twice and the beginning never, the "
            "same with one rank as with {ranks}. It began with the release that made long prompts faster. The "
            "colleague who wrote that change never saw it on their own machine.",
-    trials=trials,
+    trials=trials, collectives=4,
     bugs=(Bug("RowParallelLinear.reduce", reduce,
               "memory is overwritten while it is still needed", "buffer_reused"),),
     why={

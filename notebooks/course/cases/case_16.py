@@ -42,8 +42,8 @@ def trials(take):
                   [said_again(take(8), 0, take(6))], 11, DRAFTS),
             Trial("two texts that repeat their first words, one of them one word more",
                   [said_again(take(8), 1, take(6)), said_again(take(8), 0, take(5))], 10, DRAFTS),
-            Trial("a text with guesses of two tokens at a time", [said_again(take(8), 0, take(6))], 11,
-                  {"num_speculative_tokens": 2}))
+            *(Trial(f"a text with at most {count} guesses at a time", [said_again(take(8), 0, take(6))], 11,
+                    {"num_speculative_tokens": count}) for count in (2, 1)))
 
 
 def user_output(ckpt, ranks):

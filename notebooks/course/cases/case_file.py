@@ -58,6 +58,7 @@ class CaseFile:
     hints: Sequence[str]  # each says more than the one before
     false_repairs: Sequence[Mapping[str, Callable]]  # {place: function}; they leave a bug in, or pay for it elsewhere
     budget: int = 8  # runs
+    collectives: int = 2  # in a layer, at most, of a repaired engine
     needs: Callable[[object, int], str] = anywhere  # (config, ranks) → why it cannot show; as a Fault's
     user_output: Callable | None = None  # what its user ran, where that is no text: (ckpt, ranks) → words
     # Where a repair is no patch of the engine: (function, ckpt, ranks, seed) → what is true of a right one; raises

@@ -64,12 +64,15 @@ def unseen(ckpt: Checkpoint, seed: int) -> Callable[[int], list[int]]:
 
 def usual(take: Callable[[int], list[int]], longest: int) -> tuple[Trial, ...]:
     """Runs that the mended engine of any case must get right; ``longest``: the tokens of the model's longest text."""
-    alike, long = take(9), min(320, longest - 4)
+    alike, long, (a, b, c, d) = take(9), min(320, longest - 4), (take(4) for _ in range(4))
     return (Trial("a prompt of 9 tokens, read one token at a time", [take(12)], 3, {"max_num_batched_tokens": 1}),
+            Trial("a prompt of one token", [take(6)], 5),
             Trial("five prompts of unlike lengths, the last tokens of each one by one",
                   [take(count) for count in (30, 11, 18, 7, 24)], 4),
             Trial(f"a prompt of {long} tokens, read 100 at a time", [take(long + 4)], 4,
                   {"max_num_batched_tokens": 100}),
+            Trial("three prompts, of which the last has the first one's beginning and the second one's next tokens",
+                  [[*a, *b, *take(7)], [*c, *d, *take(7)], [*a, *d, *take(6)]], 3, {"one_by_one": True}),
             Trial("three prompts that begin alike, in a cache of 40 blocks of two",
                   [alike + take(count) for count in (30, 27, 33)], 8, {"block_size": 2, "num_blocks": 40}))
 
@@ -94,7 +97,7 @@ def _in_the_engine(case, repair: Mapping[str, Callable], seed: int) -> str:
                 ranks = counted(size, "rank")
                 raise NotYet(f"it hides the symptom: the reported run is right now; with fresh tokens, on {ranks}, "
                              f"{trial.says} is not. {wrong}") from None
-    wanted = 1 + 2 * case.checkpoint.config.num_layers  # the embedding's, and two in each layer
+    wanted = 1 + file.collectives * case.checkpoint.config.num_layers  # the embedding's, and those in each layer
     if (more := max((len(log) - wanted for report in reports for log in report.op_logs), default=0)) > 0:
         raise NotYet(f"the numbers are right, and a forward pass has {more} collectives more than it needs: in each "
                      "one all ranks wait for the slowest")
@@ -123,13 +126,18 @@ def _run(case, trial: Trial, patches, size: int, logical: bool = False) -> Align
         raise NotYet(diagnosis.sentence if is_told else _OTHERWISE.get(
             diagnosis.point, f"{diagnosis.point} is not what it should be"))
     most = trial.options.get("max_num_batched_tokens")
-    if most and (largest := max(sum(segment.count for _, segment, *_ in step.requests)
-                                for step in report.decode.steps)) > most:
+    if most and (largest := max(map(computed_in, report.decode.steps))) > most:
         raise NotYet(f"the numbers are right, but a step computes {largest} tokens, and max_num_batched_tokens is "
                      f"{most}")
-    if trial.options.get("num_speculative_tokens"):
+    if trial.options.keys() & {"num_speculative_tokens", "one_by_one"}:  # where a good engine does less
         finished = case._run(trial, tensor_parallel_size=size, logical=True)
-        steps, enough = len(report.decode.steps), len(finished.decode.steps)
-        if steps > enough:
-            raise NotYet(f"the numbers are right, but it takes {steps} steps, and {enough} are enough")
+        for what, count in ("steps", lambda step: 1), ("computed tokens", computed_in):
+            taken, enough = (sum(map(count, each.decode.steps)) for each in (report, finished))
+            if taken > enough:
+                raise NotYet(f"the numbers are right, but it takes {taken} {what}, and {enough} are enough")
     return report
+
+
+def computed_in(step) -> int:
+    """How many tokens a step of the scheduler computes."""
+    return sum(segment.count for _, segment, *_ in step.requests)

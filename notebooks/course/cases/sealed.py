@@ -14,7 +14,7 @@ from course.judge.answers import default_prompt, greedy
 from course.judge.limit import limited
 from course.judge.words import NotYet
 from tplab.align import AlignReport, align, align_decode, diagnose, hf_greedy
-from tplab.align.run import check_prompts
+from tplab.align.run import AlignError, check_prompts
 from tplab.checkpoint import Checkpoint, open_checkpoint
 from tplab.checks import counted, positive_int, quoted
 from tplab.errors import TplabError
@@ -64,8 +64,12 @@ class OpenCase:
     def broken(self) -> Iterator[None]:
         """Whatever runs inside runs on the broken engine, here and on the ranks of every pool; one run."""
         self._pay(1, "this run")
-        with applied(*self._file.patches):
-            yield
+        try:
+            with applied(*self._file.patches):
+                yield
+        except (AlignError, CaseError):  # of what it was called with, before anything ran
+            self.runs_left += 1
+            raise
 
     def _pay(self, price: int, what: str) -> None:
         if price > self.runs_left:

@@ -258,8 +258,11 @@ EXERCISES = [
             f"{_ROWS} -> weight_here[(ids - rows.start).clamp(0, len(rows) - 1)] ;; {_SUM} -> all_reduce(vectors)",
             f"{_ROWS} -> weight_here[ids % len(rows)] ;; {_SUM} -> all_reduce(vectors)"),
         "the ranks need not have equally many rows: those of this rank begin at rows.start":
-            "(ids >= rows.start) & (ids < rows.stop) -> ids // len(rows) == rank() ;; "
-            "(ids - rows.start) -> (ids - rank() * len(rows))",
+            ("(ids >= rows.start) & (ids < rows.stop) -> ids // len(rows) == rank() ;; "
+             "(ids - rows.start) -> (ids - rank() * len(rows))",
+             "(ids - rows.start).where(is_here, 0) -> (ids - rank() * len(rows)).clamp(0, len(rows) - 1)",
+             "(ids >= rows.start) & (ids < rows.stop) -> (0 <= ids - rank() * len(rows)) & "
+             "(ids - rank() * len(rows) < len(rows)) ;; (ids - rows.start) -> (ids - rank() * len(rows))"),
     }, observe=looked_up, dims="token, number", place="looks up embeddings", alone=ALONE,
              patches=lambda answer: [Patch("tplab.shard.embedding.VocabParallelEmbedding.forward",
                                            lambda self, ids: answer(ids, self.weight, self.rows))]),
@@ -281,6 +284,8 @@ EXERCISES = [
         "only the new ids come back, without the prompt": "return new -> return [*ids, *new]",
         "positions count from 0: behind a prompt of n tokens, the first new one stands at n":
             "[position] -> [position + 1]",
+        "positions go on behind the prompt, and do not begin at 0 again": (
+            "[position] -> [0]", "[position] -> [position - len(ids)]"),
         "the text so far is computed anew in every step: the engine keeps keys and values":
             "step(new[-1:], [position]) -> step(ids + new, range(len(ids) + len(new)))",
         "one call too many: nothing reads the token that comes after the last one":
@@ -294,8 +299,15 @@ EXERCISES = [
             "all_reduce(out.flatten(1) @ self.o.T) -> out.flatten(1) @ self.o.T",
             "all_reduce(inner @ self.down.T) -> inner @ self.down.T"),
         "rms_norm_eps is not added to the mean": " + self.eps -> ",
-        "the rotation pairs neighbours, numbers 0 and 1; this model pairs number i with number i + head_dim / 2":
+        "the rotation pairs neighbours, numbers 0 and 1; this model pairs number i with number i + head_dim / 2": (
             "a, b = x.chunk(2, dim=-1) -> a, b = x[..., ::2], x[..., 1::2]",
+            "a, b = x.chunk(2, dim=-1) -> a, b = x[..., ::2], x[..., 1::2] ;; "
+            "torch.cat([-b, a], dim=-1) -> torch.stack([-b, a], dim=-1).flatten(-2)"),
+        "scores are divided by the root of head_dim": ("* self.d ** -0.5 -> / self.d", "* self.d ** -0.5 -> "),
+        "an RMSNorm subtracts no mean": "return x * torch.rsqrt(x.pow(2) -> x = x - x.mean(-1, keepdim=True); "
+            "return x * torch.rsqrt(x.pow(2)",
+        "the residual is the input of the norm, not its output": (
+            'hidden + point("o_proj" -> x + point("o_proj"', 'hidden + point("mlp" -> x + point("mlp"'),
         "the rotation has the other direction": "torch.cat([-b, a] -> torch.cat([b, -a]",
         "the bias of q, k or v is missing": "x @ self.qkv.T + self.bias -> x @ self.qkv.T",
         "silu belongs to gate, and up has it": "F.silu(x @ self.gate.T) * (x @ self.up.T) -> "

@@ -21,7 +21,7 @@ from course.cases.sealed import CaseError
 from course.judge import exercise, progress_file
 from course.judge.words import NotYet
 from course.lab.batch import FOLDER
-from tplab.align import Diagnosis, floors
+from tplab.align import AlignError, Diagnosis, floors
 from tplab.checkpoint import open_checkpoint
 from tplab.patch import applied, original
 
@@ -152,7 +152,7 @@ FILE = replace(CASES["case_01"], bugs=BUGS, why={"right": "", "it is slow": "it 
     ([], "where is not answered"), (["mask_scores", "mask_scores"], "(1 more to find)"), (KNOWN, "has one or two"),
     ("mask_scores", "mask_scores: yes, and that is not all: with this alone mended the engine is still wrong (1 more"),
     (["mask_scores", "attend"], "not attend: it attends to what it gets (mask_scores: yes)"),
-    ("nowhere", "not nowhere: something is wrong in it"), (torch.ones(2), "there is no function tensor([1., 1.])"),
+    ("nowhere", "not nowhere: the engine is not right"), (torch.ones(2), "there is no function tensor([1., 1.])"),
     ("Linear.reduce", "there is no function 'Linear.reduce'"), (3, "there is no function 3"),
     ("DecoderLayer.forward", "not DecoderLayer.forward: what it does with its inputs is right")])
 def test_where(where, says):
@@ -291,6 +291,9 @@ def test_a_repair_is_tried_over_the_sealed_engine(ckpt):
     assert case.align_decode(repair=file.repair, logical=True).ok and case.runs_left == file.budget - 3
     with pytest.raises(CaseError, match="no function 'QKVParallelLinear.lode' in the engine's core; did you mean"):
         case.align(repair={"QKVParallelLinear.lode": right})
+    with pytest.raises(AlignError, match="too few to decode"):
+        case.align_decode([[1, 2]])
+    assert case.runs_left == file.budget - 3, "a call that cannot be made costs nothing"
 
 
 def test_a_solved_case_is_kept(ckpt, tmp_path, monkeypatch, capsys):
