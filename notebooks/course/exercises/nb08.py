@@ -125,6 +125,8 @@ EXERCISES = [
         "every rank must call the collective, whether its work has failed or not": (
             "= 1\n    all_reduce(failed) -> = 1\n        all_reduce(failed)",
             "= 1\n    all_reduce(failed) -> = 1\n    else:\n        all_reduce(failed)"),
+        "only what rank 0 knows reaches the others":
+            "all_reduce(failed) -> failed = all_gather(failed, 0)[:world_size()]",
         "how many ranks failed does not say which":
             "failed.nonzero().flatten().tolist() -> [*range(int(failed.sum()))]",
     }, "every rank returns the ranks that failed, and none waits", heard, engine=agreed_on_real_ranks,

@@ -173,7 +173,8 @@ EXERCISES = [
     Exercise("14", my_ordered_sum, leaves_of_ranks, {
         "each rank adds up its own leaves first: how many these are decides the order": (
             f"{_GATHERED} -> all_reduce(leaves.sum(0))[None]",
-            f"{_GATHERED} -> all_gather(leaves.sum(0)[None], dim=0)"),
+            f"{_GATHERED} -> all_gather(leaves.sum(0)[None], dim=0)",
+            f"{_GATHERED} -> leaves ;; return total -> return all_reduce(total)"),
         "it rounds to float32 on the way: add in the dtype of the leaves":
             f"{_GATHERED} -> {_GATHERED}.float() ;; return total -> return total.to(leaves.dtype)",
         "only the leaves of this rank are added": f"{_GATHERED} -> leaves",
