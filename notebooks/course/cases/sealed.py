@@ -88,7 +88,7 @@ class OpenCase:
         ``repair`` over it, ``{place: function}``; one run."""
         dtype = {name: value for name, value in self.trial.options.items() if name == "dtype"}
         with self.broken():
-            return self._run(Trial("", prompts or self.trial.prompts, options=dtype), self._patches(repair), **options)
+            return self._run(Trial("", prompts or self.trial.prompts, options=dtype | options), self._patches(repair))
 
     def align_decode(self, prompts=None, new_tokens: int = 0, repair: Mapping | None = None, **options) -> AlignReport:
         """:func:`tplab.align.align_decode` on the sealed engine, as in the reported run if nothing else is said, with
