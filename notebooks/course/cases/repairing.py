@@ -37,7 +37,7 @@ def examine(case, repair, seed: int) -> str:
     NotYet with what is wrong in it. ``seed``: of the inputs."""
     file: CaseFile = case._file
     if not isinstance(repair, Mapping) or not repair:
-        raise NotYet("there is no repair: give {place: function}, such as {'RowParallelLinear.reduce': my_reduce}")
+        raise NotYet("there is no repair: give {place: function}, such as {'Class.method': my_method}")
     if file.examine is not None and len(repair) > 1:
         raise NotYet("the repair of this case is one function")
     for name, function in repair.items():
