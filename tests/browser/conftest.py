@@ -7,12 +7,12 @@ import os
 import shutil
 from pathlib import Path
 
-import nbformat
 import pytest
 from helpers.lab_server import Server
 from helpers.lab_window import Window
 
 from course.lab import testing
+from course.lab.working_copy import without_outputs
 
 ROOT = Path(__file__).resolve().parents[2]
 # A cell of each kind that a person plays with, and the numbers of the processes behind it.
@@ -42,11 +42,7 @@ def server(tmp_path_factory):
     """The :class:`Server` of most tests; when it ends, none of its processes is left."""
     place = tmp_path_factory.mktemp("lab")
     shutil.copytree(ROOT / "notebooks", place / "notebooks")
-    notebook = nbformat.read(ROOT / "notebooks/00_start_here.ipynb", 4)
-    for cell in notebook.cells:
-        if cell.cell_type == "code":
-            cell.outputs, cell.execution_count = [], None
-    nbformat.write(notebook, place / "run_all.ipynb")
+    (place / "run_all.ipynb").write_bytes(without_outputs(ROOT / "notebooks/00_start_here.ipynb"))
     running = Server(place, CELLS)
     yield running
     left = running.end(running.process.terminate)

@@ -1,6 +1,7 @@
 """A case file. It holds the solution: do not read on if you want to solve the case."""
 
 from course.cases.case_file import Bug, CaseFile, Trial, engines_own
+from course.judge.exercise import edited
 
 my_positions = engines_own("token_positions")
 
@@ -18,11 +19,7 @@ def unless_chunk(segment):
     return token_positions(segment)
 
 
-def one_before(segment):
-    if segment.count == 1 and segment.start:
-        first = max(segment.start, segment.prompt_length - 1)
-        return range(first, first + 1)
-    return my_positions(segment)
+one_before = edited(token_positions, "segment.prompt_length) -> segment.prompt_length - 1)")
 
 
 def trials(take):

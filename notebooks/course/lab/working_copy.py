@@ -38,7 +38,7 @@ def refresh(originals: Path, copies: Path) -> list[str]:
             newer.append(name)
             continue
         copy.parent.mkdir(parents=True, exist_ok=True)
-        _write(copy, _without_outputs(original))
+        _write(copy, without_outputs(original))
         seen[name] = now
     _write(record, json.dumps(seen, indent=1).encode())
     return newer
@@ -51,7 +51,7 @@ def _write(path: Path, content: bytes) -> None:
     draft.replace(path)
 
 
-def _without_outputs(path: Path) -> bytes:
+def without_outputs(path: Path) -> bytes:
     """A file's content; of a notebook without outputs and execution counts."""
     content = path.read_bytes()
     if path.suffix != ".ipynb":
