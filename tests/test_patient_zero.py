@@ -163,9 +163,11 @@ def repeats_as_a_list(num_heads, num_kv_heads):
     (one_head_too_many, (8, 2), "on 2 ranks, rank 0 holds the KV heads [0, 1], and its query heads read only [0]"),
     (repeats_as_a_list, (8, 2), "is a list, and repeat_interleave takes a number or a tensor"),
     (nb09.kv_share, (8, 2), ""), (nb09.kv_share, (9, 3), ""), (nb09.linear.kv_share, (6, 6), ""),
+    (lambda *heads: (0, 1), (8, 2), "it returns 2 values, and should return three"),
+    (lambda *heads: None, (8, 2), "it returns None, and should return three"),
     (nb09.linear.kv_share, (8, 2), "on 3 ranks, rank 1's query heads read the KV heads [1, 1, 1], and [0, 1, 1] is"),
     (every_head_on_every_rank, (9, 3), "on 2 ranks, rank 0's query heads read the KV heads [0, 1, 2], and [0, 0, 0, 1"),
-    (lambda *heads: None, (8, 2), "")])
+    (lambda: None, (8, 2), "")])  # an error is told as the engine's
 def test_the_first_rank_whose_share_of_kv_heads_is_wrong_is_named(cure, heads, said):
     found = nb09.wrong_share(cure, SimpleNamespace(num_heads=heads[0], num_kv_heads=heads[1]))
     assert said in found and bool(said) == bool(found), found

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 -m patient_zero FOLDER "Once upon a time"
 
-This is the engine of notebook 09, as a stranger would have written it. It is wrong on purpose, in fourteen places; the
+This is the engine of notebook 09, as a stranger would have written it. It is wrong on purpose, in fifteen places; the
 notebook cures them without touching these files. It knows nothing of the lab.
 """
 

@@ -8,9 +8,10 @@ import ast
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property, update_wrapper
 from importlib import import_module
 from pkgutil import resolve_name
+from types import FunctionType
 
 from course.judge import exercise
 from tplab.faults.fault import anywhere
@@ -72,10 +73,10 @@ class CaseFile:
         """Its place in the order of difficulty."""
         return int(self.name.rpartition("_")[2])
 
-    @property
+    @cached_property
     def patches(self) -> tuple[Patch, ...]:
         """All that is wrong: whatever has ``patches`` can be applied."""
-        return patches_at({bug.place: bug.wrong for bug in self.bugs})
+        return patches_at({bug.place: _at_home(bug.place, bug.wrong) for bug in self.bugs})
 
     @property
     def repair(self) -> dict[str, Callable]:
@@ -130,6 +131,16 @@ def edited(place: str, edits: str, **names) -> Callable:
     """The engine's own function with its text changed, so that a change of the engine changes the case, too: see
     :func:`course.judge.exercise.edited`. ``names``: what the new text needs and the engine's file does not have."""
     return exercise.edited(engines_own(place), edits, **names)
+
+
+def _at_home(place: str, wrong: Callable) -> Callable:
+    """``wrong``, which gives the engine's own file and line as its place: op logs and errors name those of each
+    caller, and a case's file there would say which function is the guilty one."""
+    own = inspect.unwrap(engines_own(place)).__code__
+    code = wrong.__code__.replace(co_filename=own.co_filename, co_firstlineno=own.co_firstlineno)
+    function = FunctionType(code, wrong.__globals__, wrong.__name__, wrong.__defaults__, wrong.__closure__)
+    function.__kwdefaults__ = wrong.__kwdefaults__
+    return update_wrapper(function, wrong)
 
 
 def code_at(place: str) -> str:

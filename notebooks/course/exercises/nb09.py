@@ -70,7 +70,12 @@ def heads_read(cure, heads: int, kv_heads: int, rank: int, size: int) -> tuple[l
     part = split_evenly(heads, size)[rank]
     with mock.patch.multiple("patient_zero.linear", tp_rank=lambda: rank, tp_size=lambda: size,
                              share=lambda total: (part.start, len(part))):
-        first, count, repeats = cure(heads, kv_heads)
+        given = cure(heads, kv_heads)
+        if not isinstance(given, list | tuple) or len(given) != 3:
+            returned = f"{len(given)} values" if isinstance(given, list | tuple) else repr(given)
+            raise NotYet(f"it returns {returned}, and should return three values: the first KV head, how many, and how "
+                         "often each is repeated")
+        first, count, repeats = given
         if isinstance(repeats, list | tuple):
             raise NotYet("how often each head is repeated is a list, and repeat_interleave takes a number or a tensor")
         held = torch.arange(first, first + count)

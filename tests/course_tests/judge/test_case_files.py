@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers.faults import nothing_is_patched
 from helpers.notebooks import read, solution_code, tagged
-from helpers.solved_cases import Solved, refused
+from helpers.solved_cases import Solved, no_runs, refused
 
 from course import lesson
 from course.cases import CASES, repairing
@@ -96,6 +96,7 @@ def test_a_case_file_is_complete_and_sealed_from_a_casual_look(file, ckpt):
     secrets = [bug.fault for bug in file.bugs] + [bug.place for bug in file.bugs] + list(file.kinds)
     assert not [one for one in secrets if one in seen]
     assert not [name for name in dir(case) if name.startswith("_")]
+    assert not [op.file for log in case.align(logical=True).op_logs for op in log if "/tplab/" not in op.file]
 
 
 def test_rounding_above_the_floor_is_no_reason_to_refuse_a_repair(ckpt, monkeypatch):
@@ -103,6 +104,7 @@ def test_rounding_above_the_floor_is_no_reason_to_refuse_a_repair(ckpt, monkeypa
     monkeypatch.setitem(floors.RELATIVE, torch.float32, 1e-9)
     monkeypatch.setitem(floors.LOGITS_RELATIVE, torch.float32, 1e-9)
     monkeypatch.setitem(floors.LOGITS, torch.float32, 1e-9)
+    monkeypatch.setattr(repairing, "usual", no_runs)
     case, file = lesson.open_case(5, ckpt), CASES["case_05"]
     assert not case.align(logical=True).ok and not refused(repairing.examine, case, file.repair, 1)
     assert "not right yet" in refused(repairing.examine, case, file.false_repairs[0], 1)
@@ -141,7 +143,8 @@ def test_a_case_is_opened_on_the_fewest_ranks_that_show_it(least, heads, wanted,
     assert "2 ranks, since with 1 nothing is wrong to be seen" in str(lesson.open_case(1, ckpt, tensor_parallel_size=1))
 
 
-BUGS = (Bug("RowParallelLinear.reduce", len, "a sum", "missing"), Bug("mask_scores", len, "a mask", "no_mask"))
+BUGS = (Bug("RowParallelLinear.reduce", lambda self: 1, "a sum", "missing"),
+        Bug("mask_scores", lambda scores: scores, "a mask", "no_mask"))
 FILE = replace(CASES["case_01"], bugs=BUGS, why={"right": "", "it is slow": "it is quick"}, elsewhere={
     "attend": "it attends to what it gets"},
     trials=lambda take: [Trial(f"trial {at} {take}", []) for at in range(3)])
@@ -255,7 +258,8 @@ def test_a_repair_may_not_cost_a_collective_more(runs):
 @pytest.mark.parametrize("scales, says", [
     ("channel_scales(source[rows.start:rows.stop])", ""),
     ("channel_scales(source[:])[rows.start:rows.stop]", "a rank read")])
-def test_rows_may_be_read_twice_and_not_whole_tensors(scales, says, ckpt):
+def test_rows_may_be_read_twice_and_not_whole_tensors(scales, says, ckpt, monkeypatch):
+    monkeypatch.setattr(repairing, "usual", no_runs)
     mended = exercise.edited(CASES["case_04"].bugs[0].wrong, f"channel_scales(source[:len(rows)]) -> {scales}")
     said = refused(repairing.examine, lesson.open_case(4, ckpt), {"merged_shard": mended}, 1)
     assert bool(said) == bool(says) and says in said
@@ -296,10 +300,12 @@ def test_a_repair_is_tried_over_the_sealed_engine(ckpt):
     assert case.runs_left == file.budget - 3, "a call that cannot be made costs nothing"
 
 
-def test_a_solved_case_is_kept(ckpt, tmp_path, monkeypatch, capsys):
+def test_a_solved_case_is_kept(ckpt, tmp_path, monkeypatch, capsys, runs):
     monkeypatch.setenv("TPLAB_PROGRESS", str(tmp_path / "progress.json"))
-    case, file = lesson.open_case(1, ckpt), CASES["case_01"]
-    assert not case.close(*answers(file), file.false_repairs[0])
+    monkeypatch.setitem(CASES, "case_01", file := replace(CASES["case_01"], trials=FILE.trials))
+    case = lesson.open_case(1, ckpt)
+    runs.wrong[0] = "q is off."
+    assert not case.close(*answers(file), file.repair)
     assert "case_01" not in progress_file.load()
     assert case.close(*answers(file), file.repair)
     assert progress_file.load()["case_01"]["solved"].startswith("20")

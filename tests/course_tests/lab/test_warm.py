@@ -35,7 +35,7 @@ for _, client in kernels:
                        "'mine' in globals()); mine = 1"))
     print(said(client, "from tplab import shared_pool; from tplab.ranks import rank; pool = shared_pool(2); "
                        "print(pool.run(lambda: (os.environ['OWN'], rank())))"))
-    print(said(client, "pids = [os.getpid(), *pool.run(os.getpid)]; print(*pids)"))
+    print(said(client, "pids = {os.getpid(), *pool.run(os.getpid), *pool.run(os.getppid)}; print(*pids)"))
 sys.stdout.flush()
 manager, client = kernels[0]
 client.stop_channels()
