@@ -1,16 +1,15 @@
-"""Figures of notebook 08: op logs of a failed run, and the time of a collective."""
+"""The figure of notebook 08: op logs of a failed run."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from textwrap import fill
 from typing import NamedTuple
 
-import numpy as np
 from matplotlib.patches import Rectangle
 
 from tplab.errors import TplabError
-from tplab.show.figures.style import FAINT, GREEN, INK, ORANGE, RED, Picture, looks, picture, styled
+from tplab.show.figures.style import GREEN, INK, ORANGE, RED, Picture, picture, styled
 
 _LANES = 6  # side by side on one line of panels
 _BEFORE = 2  # rows that are shown above the first difference
@@ -127,46 +126,3 @@ def _draw(ax, log: _OpLog) -> None:
             ax.add_patch(Rectangle((rank - 0.44, y - 0.38), 0.88, 0.76, facecolor="white", lw=1.5, **look))
             ax.text(rank, y, text, ha="center", va="center", fontsize=8.2, linespacing=1.15,
                     bbox={"facecolor": "white", "edgecolor": "none", "pad": 1.0})
-
-
-@styled
-def collective_cost_figure(measured: Mapping[str, Mapping[int, Sequence[float]]], messages: Mapping[str, int],
-                           title: str) -> Picture:
-    """Seconds per collective against bytes per message: median, and a band that holds the middle half.
-
-    ``measured``: ``{label: {bytes: seconds of each repetition}}``, as the slowest rank saw them. ``messages``: ``{what:
-    bytes}`` of a model, drawn as lines. The text alternative has no times: they depend on the machine.
-
-        >>> figures.collective_cost_figure({"all_reduce": {4: seconds, 4096: more}}, {"one token": 512}, "Latency")
-    """
-    if not measured or not all(len(line) > 1 for line in measured.values()):
-        raise TplabError("collective_cost_figure takes {label: {bytes: seconds}} with at least two sizes")
-    figure, ax = picture(9.0, 4.6)
-    for (label, line), look in zip(measured.items(), looks(measured).values()):
-        low, middle, high = np.array([np.quantile(seconds, (0.25, 0.5, 0.75)) for seconds in line.values()]).T
-        ax.fill_between(list(line), low, high, color=look.color, alpha=0.12, lw=0)
-        ax.plot(list(line), middle, color=look.color, marker=look.marker, ms=7, mec="white", label=label)
-    for what, size in messages.items():
-        ax.axvline(size, color=FAINT, lw=1.2, ls="--", zorder=0)
-        ax.annotate(f"{what}\n{_in_bytes(size)}", (size, 1), (4, -3), xycoords=("data", "axes fraction"),
-                    textcoords="offset points", va="top", fontsize=9.5, color="#555555")
-    sizes = sorted({size for line in measured.values() for size in line})
-    ax.set_xscale("log", base=2)
-    ax.set_yscale("log")
-    ax.set_ylim(top=4 * ax.get_ylim()[1])
-    ax.set_xticks(sizes[::2], [_in_bytes(size) for size in sizes[::2]])
-    ax.minorticks_off()
-    ax.yaxis.set_major_formatter(lambda value, _: f"{1e6 * value:,.0f} µs" if value < 1e-3 else f"{1e3 * value:g} ms")
-    ax.set(xlabel="size of the message on each rank", ylabel="time of one collective")
-    ax.grid(axis="y")
-    marked = "; ".join(f"{what}: {_in_bytes(size)}" for what, size in messages.items())
-    return figure.finished(title, (
-        "time of one collective (median, and the middle half of the repetitions) for messages "
-        f"of {_in_bytes(sizes[0])} to {_in_bytes(sizes[-1])}, on log axes. Lines: {', '.join(measured)}. Marked: "
-        f"{marked}. The times are those of this machine, and only in the picture."), columns=2)
-
-
-def _in_bytes(count: int) -> str:
-    """``4 B``, ``512 B``, ``1.5 KB``, ``4 MB``."""
-    unit, name = next((unit, name) for unit, name in ((1 << 20, "MB"), (1 << 10, "KB"), (1, "B")) if count >= unit)
-    return f"{count / unit:.3g} {name}"

@@ -20,8 +20,8 @@ SECONDS_PER_CELL = 900
 AT_ONCE = 2
 # Two at a time have one thread in each process: with more, threads wait for each other's cores.
 BESIDE_OTHERS = {"OMP_NUM_THREADS": "1"}
-# These time this machine, so nothing runs beside them.
-TIMING = ("08_when_ranks_hang", "10_beside_its_peers")
+# It times this machine, so nothing runs beside it.
+TIMING = ("10_beside_its_peers",)
 STOPPED = "stopped by Ctrl-C"
 # Each kernel would warn on the terminal that its (loopback, signed) connection is not encrypted, and say when it is
 # stopped.

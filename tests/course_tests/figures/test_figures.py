@@ -26,7 +26,6 @@ NAN, SVG = math.nan, "{http://www.w3.org/2000/svg}"
 SCORES, FUTURE = torch.arange(16.0).reshape(4, 4), torch.ones(4, 4).triu(1)
 SHARES = [{"embed": torch.zeros(2), "layers.0.q": torch.tensor([0, 0.5]), "layers.1.q": torch.ones(2)}]
 WHOLE = torch.randn(7, 2, 4, generator=torch.Generator().manual_seed(0))
-COSTS = {"shared": {4: [1e-5, 3e-5, 2e-5], 1 << 20: [1e-3, 1.02e-3, 3e-3]}}
 ROUTE = torch.tensor([[0.7, 0.3], [0.9, 0.1], [0.6, 0.4]]), torch.tensor([[2, 0], [2, 3], [0, 2]])
 
 
@@ -69,10 +68,6 @@ FIGURES = {
     "bars": (
         lambda: figures.bars_figure({"r": {"a": 1.0, "b": 0}}, "MB", "Half", "memory", here="on this machine"), "Half",
         "memory: r; bars for a, b."),
-    "cost": (
-        lambda: figures.collective_cost_figure(COSTS, {"one token": 512}, "The cost"), "The cost",
-        "time of one collective (median, and the middle half of the repetitions) for messages of 4 B to 1 MB, on log "
-        "axes. Lines: shared. Marked: one token: 512 B. The times are those of this machine, and only in the picture."),
     "roofline": (lambda: figures.roofline_figure({"decode": (0.5, 4e9)}, {"1 rank": (1e10, 1e11)}),
                  "What memory and arithmetic allow", None),
     "routes": (
@@ -104,7 +99,6 @@ def test_a_figure_draws_and_has_its_title_and_its_words(name):
     lambda: figures.equal_heads(WHOLE[0], [WHOLE]), lambda: figures.position_figure({}),
     lambda: figures.position_figure({"a": positions(torch.ones(5, 2, 2))}, "layers.1.q"), lambda: figures.op_logs({}),
     lambda: figures.op_logs(ValueError("none")), lambda: figures.bars_figure({"r": {}}, "s", "t", "d"),
-    lambda: figures.collective_cost_figure({"a": {4: [1.0]}}, {}, "t"),
     lambda: figures.roofline_figure({"a": (0.0, 1.0)}, {"r": (1.0, 1.0)}), lambda: figures.texts_figure({"a": []}, ""),
     lambda: figures.routes_figure({"layer 0": ROUTE}, [" the"], 4, ""), lambda: figures.experts_figure({}),
     lambda: figures.token_grid_figure(make_report(), None)])
@@ -146,9 +140,7 @@ def test_bars_are_as_long_as_their_numbers_and_positions_are_relative_to_hugging
     assert [at[x] for x in (1, 2, 3, 4)] == pytest.approx([-2, -1, 0, 1]) and at[0] < -2
 
 
-def test_a_cost_is_the_median_and_a_roof_is_a_slope_then_a_ceiling():
-    (median, _) = figures.collective_cost_figure(COSTS, {"one token": 1536}, "t").axes[0].get_lines()
-    assert median.get_xydata().tolist() == [[4, 2e-5], [1 << 20, 1.02e-3]]
+def test_a_roof_is_a_slope_then_a_ceiling():
     roof, point = figures.roofline_figure({"decode": (0.5, 4e9)}, {"1 rank": (1e10, 1e11)}).axes[0].get_lines()
     assert np.allclose(roof.get_ydata(), np.minimum(1e10 * roof.get_xdata(), 1e11))
     assert point.get_xydata().tolist() == [[0.5, 4e9]]
