@@ -54,9 +54,11 @@ class OpenCase:
         """The report as its user wrote it."""
         size, asked = self.tensor_parallel_size, self.asked_ranks
         ranks = counted(size, "rank") + f", since with {asked} nothing is wrong to be seen" * (size != asked)
+        budget = self._file.budget
+        left = f"{budget} runs" if self.runs_left == budget else f"{self.runs_left} of {budget} runs are left"
         return "\n\n".join([f"Case {self._file.number}: {self._file.title}",
                             in_width(self._file.report.format(ranks=size), ""), in_width(
-                                f"The run: {self.trial.says}; {ranks}. Budget: {self.runs_left} runs.", "")])
+                                f"The run: {self.trial.says}; {ranks}. Budget: {left}.", "")])
 
     # The engine.
 

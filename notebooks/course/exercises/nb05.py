@@ -158,7 +158,7 @@ def at_random(cls, num_blocks):
             else:
                 free = [number for number, count in enumerate(users) if not count]
                 fits = type(result) is int and result in free
-                yield f"{after} gives {kind(result)}, though the free blocks are {free}", not fits, False
+                yield f"{after} gives {kind(result, 'it gives')}, though the free blocks are {free}", not fits, False
                 users[result] += 1
         elif not is_unused:
             users[block] += 1 if what == "share" else -1
@@ -210,14 +210,15 @@ def short_of_blocks(setting, answer):
 
 EXERCISES = [
     Exercise("05", my_write_read, caches, {
-        "nothing was written, or into a copy, which an index with a list or a tensor makes": (
+        "the cache has not changed: an index with a list or a tensor, as in cache[block_ids], makes a copy": (
             "cache.flatten(0, 1) -> cache.flatten(0, 1).clone()",
             "cache.flatten(0, 1) -> cache[block_ids].flatten(0, 1) ;; "
             "block_ids[position // size] * size + position % size -> position"),
         "the keys are one slot too early: the first new one stands at position start":
             "flat[slots[start:]] = new -> flat[[slot - 1 for slot in slots[start:]]] = new",
-        "the next slot can be in another block: ask the table for each position":
+        "the next slot can be in another block: ask the table for each position": (
             "flat[slots[start:]] = new -> flat[slots[start]:slots[start] + len(new)] = new",
+            "block_ids[position // size] * size + position % size -> block_ids[0] * size + position"),
         "places behind the last key come back, too: there are start + tokens keys":
             "return flat[slots] -> return cache[block_ids].flatten(0, 1)",
     }, "on {ranks}, every key and value goes where the table says and comes back in order", written, batches_through,
@@ -227,6 +228,8 @@ EXERCISES = [
             "(parent, tuple(ids)) -> tuple(ids)",
         "the same tokens get another key the second time, so no block would ever be found":
             "hash((parent, tuple(ids))) -> object()",
+        "other token ids, or the same ones in another order, get this key, too": (
+            "tuple(ids) -> sum(ids)", "tuple(ids) -> tuple(sorted(ids))", "tuple(ids) -> ''.join(map(str, ids))"),
     }, "equal beginnings share a block, nothing else does; on {ranks} all points agree with Hugging Face", keys,
              at("tplab.cache.table.block_key"), shared, place="makes the key of a full block"),
     Exercise("05", MyPool, lambda: [Example(3), Example(8)], {
@@ -236,5 +239,9 @@ EXERCISES = [
         "share() of a block without users counts its first one: it was found by its key":
             "self.users[block] += 1 -> self.users[block] += bool(self.users[block])",
         "allocate() does not count the first user of its block": "self.users[block] = 1 -> pass",
+        "allocate() returns no block: is a return missing?": "return block -> ",
+        "a released block is not given again":
+            "0 not in self.users -> getattr(self, 'given', -1) + 1 == len(self.users) ;; "
+            "block = self.users.index(0) -> block = self.given = getattr(self, 'given', -1) + 1",
     }, "300 random operations, and the engine with few blocks on {ranks}: all counts are right", at_random,
              pool_patches, short_of_blocks, place="allocates and frees blocks")]

@@ -88,8 +88,9 @@ EXERCISES = [
             "return all_reduce(summand) -> all_reduce(summand.clone()); return summand"),
         "the sum over the ranks is made twice, as in engine C":
             "return all_reduce(summand) -> return all_reduce(all_reduce(summand))",
-        "a rank that holds no expert must call all_reduce, too":
+        "a rank that holds no expert, or none that was chosen, must call all_reduce, too": (
             "return all_reduce(summand) -> return all_reduce(summand) if len(experts) else summand",
+            "return all_reduce(summand) -> return all_reduce(summand) if any(e in ids for e in experts) else summand"),
         "ids count the experts of the whole model, not those of this rank: which expert is the first one here?":
             "ids == expert -> ids == local",
         "no weight is in it: each expert's output is multiplied by its weight": " * weights[rows, place, None] -> ",

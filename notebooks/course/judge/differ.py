@@ -35,7 +35,7 @@ def differs(value, right, within: float, dims: str = "", what: str = "it returns
     elif not isinstance(right, _PLAIN) or _equal(value, right, within):
         return ""  # an object of the exercise's own is watched by its observer
     if isinstance(right, bool) and isinstance(value, bool):
-        return f"{what}: this must be so, and is not" if right else f"{what}, and must not"
+        return f"not so, and must be: {what}" if right else f"{what}, and must not"
     return f"{what} {kind(value, what)}, and {'None' if right is None else kind(right)} is right"
 
 

@@ -123,7 +123,8 @@ def test_runs_are_counted_and_end(ckpt, capsys):
     assert case.generate(max_tokens=2, logical=True) and case.align(logical=True)
     with pytest.raises(CaseError, match=r"this run costs 1, and 0 of 8 runs are left: .* open the case again"):
         case.align()
-    assert lesson.open_case(1, ckpt).runs_left == 8 and nothing_is_patched()
+    assert "Budget: 0 of 8 runs are left." in str(case) and nothing_is_patched()
+    assert "Budget: 8 runs." in str(lesson.open_case(1, ckpt))
 
 
 def test_what_cannot_be_opened_is_said(ckpt):

@@ -155,7 +155,7 @@ def test_an_answer_to_no_exercise_is_refused_by_name():
     (torch.tensor([1.00001]).double(), torch.tensor([1.0]).double(), "is 1.00001, and 1 is right"),
     (torch.tensor([True]), torch.tensor([False]), "returns [True], and [False]"),
     (True, False, "returns, and must not"),
-    (False, True, "it returns: this must be so, and is not"), (torch.tensor([float("nan")]), torch.tensor([1.0]),
+    (False, True, "not so, and must be: it returns"), (torch.tensor([float("nan")]), torch.tensor([1.0]),
         "is nan, and 1"),
 ])
 def test_how_a_value_differs(value, right, said):
