@@ -94,8 +94,9 @@ EXERCISES = [
             "(mask, -> (torch.ones_like(mask).triu(),",
         "hidden keys can still be seen: exp of their scores must be 0, and exp of 0 is 1": (
             'float("-inf") -> 0', 'scores.masked_fill(mask, float("-inf")) -> scores * ~mask'),
-        "-100 is not low enough beside the scores of every model": (
-            'float("-inf") -> -100.0', 'scores.masked_fill(mask, float("-inf")) -> scores - 100.0 * mask'),
+        "this is not low enough beside the scores of every model: write -inf, or a number below -5000": (
+            'float("-inf") -> -100.0', 'scores.masked_fill(mask, float("-inf")) -> scores - 100.0 * mask',
+            'float("-inf") -> -1000.0', 'scores.masked_fill(mask, float("-inf")) -> scores - 1000.0 * mask'),
         "True counts as 1: added to a score it makes it larger, and hides nothing":
             'scores.masked_fill(mask, float("-inf")) -> scores + mask',
         "what may be seen has lost its score: NaN became 0":

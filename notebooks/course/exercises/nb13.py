@@ -236,6 +236,8 @@ EXERCISES = [
             "+ rows[at % len(sizes)] -> + rows[rank()]",
         "this is the lab's own reduce_scatter: pass the rows on with pass_on":
             "summed = rows[at % len(sizes)] -> return reduce_scatter(x.clone(), 0, sizes)",
+        "rows of two ranks are added: what arrives is kept by the rank before the one whose rows you have just sent":
+            "at -= 1 -> pass ;; + rows[at % len(sizes)] -> + rows[(at - step) % len(sizes)]",
         "each rank ends with the sum of another rank's rows: with whose rows must a rank begin?":
             "at = x.split(sizes), rank() - 1 -> at = x.split(sizes), rank()",
         "the sum is right, and rows are sent that the next rank does not need: a message has the rows of one rank":
