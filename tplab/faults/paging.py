@@ -13,7 +13,7 @@ def slot_off_by_one(block_ids, positions: range, block_size: int) -> list[int]:
 
 def stale_block_table(sequence) -> tuple[int, ...]:
     sent = vars(sequence).setdefault("sent_blocks", [])
-    sent.extend(sequence.block_table.block_ids[len(sent):])     # only what is new; a preemption changed the rest too
+    sent.extend(sequence.block_table.block_ids[len(sent):])  # what is new; a preemption changed the rest
     return tuple(sent)
 
 

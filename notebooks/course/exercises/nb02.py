@@ -174,7 +174,8 @@ EXERCISES = [
             "(rank + 1) * max(1, num_kv_heads // tensor_parallel_size))"),
         "the KV head of a rank's last query heads is missing: does the range end behind it?":
             f"{_READ} -> range(first // group, (end - 1) // group)",
-        "every rank has all KV heads, and needs only those that its query heads read": f"{_READ} -> range(num_kv_heads)",
+        "every rank has all KV heads, and needs only those that its query heads read":
+            f"{_READ} -> range(num_kv_heads)",
         "KV heads go to the ranks in turn: neighbouring query heads share one": f"{_READ} -> [rank % num_kv_heads]",
         "what is left over is all on the last rank: can it be dealt out more evenly?":
             "r * num_heads // tensor_parallel_size -> "
