@@ -77,11 +77,14 @@ def dealt_evenly(answer, num_heads, num_kv_heads, size):
     owned = [head for q, _ in deal for head in q]
     yield "the query heads of all ranks, in their order, are", owned, [*range(num_heads)]
     for r, (q, kv) in enumerate(deal):
-        yield f"rank {r} is without query heads", not len(q), False
+        if not len(q):
+            yield f"the query heads of rank {r} are", "none", "at least one"
         reads = sorted({head // group for head in q})
         yield f"the KV heads of rank {r}, whose query heads are {q[0]} to {q[-1]}, are", [*kv], reads
     counts = [len(q) for q, _ in deal]
-    yield f"the ranks have {counts} query heads, dealt out evenly", max(counts) - min(counts) <= group, True
+    if max(counts) - min(counts) > group:
+        even = [len(part) for part in split_evenly(num_heads, size)]
+        yield "the numbers of query heads of the ranks are", counts, even
 
 
 def dealt_so(answer) -> list[Patch]:
@@ -187,7 +190,12 @@ EXERCISES = [
         "each rank returns its own summand: where are they added up, and is the result of that used?": (
             "all_reduce(summand) + bias -> summand + bias",
             "all_reduce(summand) + bias -> summand + bias ;; r * len(up) // world_size() -> "
-            "r * (len(up) // world_size())"),
+            "r * (len(up) // world_size())",
+            "all_reduce(summand) + bias -> summand + bias ;; r * len(up) // world_size() -> "
+            "r * (len(up) // world_size()) if r < world_size() else len(up)",
+            "all_reduce(summand) + bias -> summand + bias ;; r * len(up) // world_size() -> "
+            "min(len(up), r * -(-len(up) // world_size()))",
+            "all_reduce(summand) + bias -> summand"),
         "the bias is in the sum once for every rank": (
             "summand) + bias -> summand + bias)",
             "summand) + bias -> summand + bias) ;; r * len(up) // world_size() -> r * (len(up) // world_size())"),
