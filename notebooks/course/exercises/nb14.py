@@ -163,9 +163,11 @@ EXERCISES = [
                   for times in (2, 1)),
         "rounding is measured in other rows, too: only the row where the texts differ first counts":
             f"{_MOVED} -> (logits - exact).abs().max()",
-        "the changes of the two tokens are measured: any logit of the row says how far rounding can move one":
+        "the change of a token that was chosen is measured: any logit of the row says how far rounding can move one":
             (f"{_MOVED} -> (logits[place] - exact[place])[[first[place], second[place]]].abs().max()",
-             f"{_MOVED} -> (logits[place] - exact[place])[[first[place], second[place]]].abs().sum() / 2"),
+             f"{_MOVED} -> (logits[place] - exact[place])[[first[place], second[place]]].abs().sum() / 2",
+             f"{_MOVED} -> (logits[place] - exact[place])[first[place]].abs()",
+             f"{_MOVED} -> (logits[place] - exact[place])[second[place]].abs()"),
         "only the first token that differs counts: later ones follow other words":
             f"{_PLACE} -> next((i for i in reversed(range(len(first))) if first[i] != second[i]), None)",
     }, "near ties, and differences that no rounding explains; and on {ranks}, a healthy engine's texts are told from a "
