@@ -60,11 +60,11 @@ def _draw(ax, points, floors) -> None:
         colours = looks(values)
     axis = DifferenceAxis(ax, values, floors)
     low, apart = ax.get_ylim()[0], 0.22 * (len(points) > 1)
-    for depth, (label, numbers) in enumerate(values.items()):
+    for depth, numbers in enumerate(values.values()):
         for x, value in enumerate(numbers):
             if value is not None:
                 x += apart * (depth - (len(values) - 1) / 2)
-                ax.vlines(x, low, axis.height(label, value), color="#c4c4c4", lw=1, zorder=2)
+                ax.vlines(x, low, axis.height(value), color="#c4c4c4", lw=1, zorder=2)
     axis.draw(colours, joined=False, apart=apart)
     ax.set_xlim(-0.6, len(numbers) - 0.4)
 

@@ -6,14 +6,14 @@ from itertools import groupby
 
 from tplab.show.figures.style import FAINT, FLOOR, INK, NOTHING, Look
 
-LANE = 0.55  # distance between two lines' lanes, in decades
+LANE = 1.0  # height of the lanes of NaN and of exact zero, in decades
 
 
 class DifferenceAxis:
     """Draws lines of relative differences on one matplotlib axes.
 
-    ``lines``: ``{label: values}``; NaN is drawn in the upper lane, called ``lost``, 0 in the lower one, each line at
-    another height; None is not drawn. ``floors``: ``{dtype name: relative floor}``, drawn as bands. Everything is
+    ``lines``: ``{label: values}``; NaN is drawn in the upper lane, called ``lost``, 0 in the lower one; None is not
+    drawn. ``floors``: ``{dtype name: relative floor}``, drawn as bands. Everything is
     drawn at ``log10`` of its value, on a linear axis whose ticks are written as powers of ten.
     """
 
@@ -23,8 +23,8 @@ class DifferenceAxis:
         finite = [v for values in there.values() for v in values if v > 0]
         self.bottom = math.floor(math.log10(min([*finite, *(floor / 10 for floor in floors.values())])) - 0.3)
         self.top = max(1, math.ceil(math.log10(max([*finite, 1.0])) + 0.2))
-        self.with_nan = [label for label, values in there.items() if any(map(math.isnan, values))]
-        self.with_zero = [label for label, values in there.items() if 0 in values]
+        self.with_nan = any(math.isnan(v) for values in there.values() for v in values)
+        self.with_zero = any(0 in values for values in there.values())
         self._bands(floors)
         self._ticks(lost)
 
@@ -43,23 +43,23 @@ class DifferenceAxis:
                  and not (y == self.bottom and self.with_zero) and not (y == self.top and self.with_nan)}
         low, high = self.bottom - 0.1, self.top + 0.1
         if self.with_nan:
-            start, high = self.top, self.top + LANE * (len(self.with_nan) + 0.8)
+            start, high = self.top, self.top + LANE
             self.ax.axhspan(start, high, facecolor=NOTHING, edgecolor=FAINT, hatch="////", lw=0, alpha=0.5, zorder=0)
             ticks[(start + high) / 2] = lost
         if self.with_zero:
-            start, low = self.bottom, self.bottom - LANE * (len(self.with_zero) + 0.8)
+            start, low = self.bottom, self.bottom - LANE
             self.ax.axhspan(low, start, facecolor="white", lw=0, zorder=0)
             self.ax.axhline(start, color=FAINT, lw=0.8, ls=":", zorder=1)
             ticks[(start + low) / 2] = "exactly 0"
         self.ax.set_ylim(low, high)
         self.ax.set_yticks(sorted(ticks), [ticks[y] for y in sorted(ticks)])
 
-    def height(self, label: str, value: float) -> float:
-        """Where a value of this line is drawn."""
+    def height(self, value: float) -> float:
+        """Where a value is drawn."""
         if math.isnan(value):
-            return self.top + LANE * (0.9 + self.with_nan.index(label))
+            return self.top + LANE / 2
         if value == 0:
-            return self.bottom - LANE * (0.9 + self.with_zero.index(label))
+            return self.bottom - LANE / 2
         return math.log10(value)
 
     def draw(self, looks: dict[str, Look], legend: dict | None = None, joined: bool = True, apart: float = 0.0) -> None:
@@ -77,7 +77,7 @@ class DifferenceAxis:
             for start, stop in _runs([_lane(v) for v in values]):
                 if values[start] is not None:
                     at = [x + apart * (depth - last / 2) for x in range(start, stop)]
-                    self.ax.plot(at, [self.height(label, v) for v in values[start:stop]], **style)
+                    self.ax.plot(at, [self.height(v) for v in values[start:stop]], **style)
             self.ax.plot([], [], label=legend[label] if legend else label, **{**style, "ms": 8, "lw": 1.7 * joined})
 
 
