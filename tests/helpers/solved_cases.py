@@ -44,7 +44,7 @@ class Solved:
         self.left = left
         why = next(why for why, wrong in self.file.why.items() if not wrong)
         self.answer = refused(check_where, self.file, [*self.file.repair], case._places) or refused(
-            check_what_and_why, self.file, list(self.file.kinds), why)
+            check_what_and_why, self.file, [*self.file.repair], list(self.file.kinds), why)
         # By turns: of two false repairs, or of one in every second case.
         some = self.file.false_repairs
         false_repairs = some if turns.ALL else some[self.file.number % max(2, len(some))::len(some)]

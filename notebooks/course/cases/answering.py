@@ -50,8 +50,8 @@ def check_where(file: CaseFile, where: str | Sequence[str], known: Sequence[str]
                      f"wrong ({missing} more to find)")
 
 
-def check_what_and_why(file: CaseFile, what: str | Sequence[str], why: str) -> None:
-    """NotYet if *what* or *why* is wrong."""
+def check_what_and_why(file: CaseFile, where: str | Sequence[str], what: str | Sequence[str], why: str) -> None:
+    """NotYet if *what* or *why* is wrong; ``where`` is right, and *what* must be in its order."""
     answers = [_chosen("what", answer, kinds()) for answer in _listed(what)]
     if not answers:
         raise NotYet("where is right; what is not answered: case.choices() prints what it can be")
@@ -62,6 +62,9 @@ def check_what_and_why(file: CaseFile, what: str | Sequence[str], why: str) -> N
             raise NotYet(f"where is right; what is not {answer!r}: {file.not_what.get(answer, look)}")
     if set(file.kinds) - set(answers):
         raise NotYet(f"where is right, and so is {answers[0]!r}; the other bug is of another kind")
+    by_place, found = {bug.place: bug.what for bug in file.bugs}, _listed(where)
+    if len(answers) == len(found) > 1 and answers != [by_place[place] for place in found]:
+        raise NotYet("where and what are right, but not in the same order: which kind of mistake is in which function?")
     if not why:
         raise NotYet("where and what are right; why is not answered: case.choices() prints what it can be")
     if wrong := file.why[_chosen("why", why, sorted(file.why))]:
@@ -75,7 +78,9 @@ def _listed(answer: str | Sequence[str]) -> list[str]:
 
 def _chosen(question: str, answer, options: list[str]) -> str:
     """One of the options, by its words or their beginning."""
-    fitting = [option for option in options if isinstance(answer, str) and answer and option.startswith(answer)]
+    if not isinstance(answer, str):
+        raise NotYet(f"{question}: {answer!r} is no string; give one of the choices, or its beginning")
+    fitting = [option for option in options if answer and option.startswith(answer)]
     if len(fitting) != 1:
         raise NotYet(f"{question}: {answer!r} is none of the choices, or begins several; case.choices() prints them")
     return fitting[0]

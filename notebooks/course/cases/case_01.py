@@ -24,7 +24,7 @@ def trials(take):
 
 
 CASE = CaseFile(
-    title="Right on one card, worse on two, nonsense on four",
+    title="Right on one card, wrong on two, worse on four",
     report="Same checkpoint, same prompt, greedy. With one rank the text is the same as with transformers. With "
            "{ranks} ranks the engine still writes sentences, but its facts are wrong, and each rank that we add makes "
            "it worse. There is no error and no NaN, and all ranks agree with each other. It began when the MLP became "

@@ -59,7 +59,8 @@ CASE = CaseFile(
           Bug("causal_mask", causal_mask, "one sequence's length is used for the whole batch",
               "mask_of_another_row")),
     why={
-        "Two causes: one makes every answer wrong, and hidden by it a second one makes only batches wrong.": "",
+        "Two causes: one makes every answer wrong, and in the texts it hides a second one, which makes only batches "
+        "wrong.": "",
         "One cause: keys and values are exchanged when they are loaded, and batches show it more often.":
             "the values are right: only k, and what is computed from it, is wrong",
         "Two causes: keys are rotated in pairs of neighbours, and a batch reads another sequence's blocks.":
@@ -73,8 +74,8 @@ CASE = CaseFile(
         "PagedContext._slots": "each sequence reads its own slots",
         "TensorParallelAttention.attend_all": "it uses the mask that it gets",
     },
-    hints=("There are two bugs, and the larger one hides the other. First align one prompt, then a batch along the "
-           "decode path.",
+    hints=("There are two bugs, and in the texts the larger one hides the other. First align one prompt, then a "
+           "batch along the decode path.",
            "The first: layers.0.k is wrong and v is right. Sort the numbers of one key: are they the right ones?",
            "The second: with the first one repaired, attn is wrong in the decoded rows of every prompt but the "
            "first."),

@@ -29,9 +29,9 @@ def trials(take):
         return [begin, begin + take(second)]
     return (Trial("a text of 20 tokens, the last four written by the engine, then one that goes on from it",
                   chat(20, 9), 4, {"one_by_one": True}),
-            Trial("the same with 32 tokens", chat(32, 11), 4, {"one_by_one": True}),
-            Trial("the same with 22 tokens", chat(22, 9), 4, {"one_by_one": True}),
-            Trial("the same with 21 tokens", chat(21, 9), 4, {"one_by_one": True}))
+            Trial("a text of 32 tokens, then one that goes on from it", chat(32, 11), 4, {"one_by_one": True}),
+            Trial("a text of 22 tokens, then one that goes on from it", chat(22, 9), 4, {"one_by_one": True}),
+            Trial("a text of 21 tokens, then one that goes on from it", chat(21, 9), 4, {"one_by_one": True}))
 
 
 def user_output(ckpt, ranks):
@@ -63,9 +63,9 @@ CASE = CaseFile(
     bugs=(Bug(PLACE, update_from_output,
               "something is published before it is computed", "cached_before_computed"),),
     why={
-        "A block can be found when its last token has been drawn, but its key is computed one step later: if the "
-        "answer ends there, never.": "",
-        "Two conversations get the same key for a block, because the key does not depend on earlier blocks.":
+        "A block can be found when its last token has been drawn, but its attention key is computed one step later: if "
+        "the answer ends there, never.": "",
+        "Two conversations get the same block key for a block, because it does not depend on earlier blocks.":
             "the block that is found begins as this conversation does, but a slot in it is empty",
         "The second turn begins at the wrong position after the blocks that it found.":
             "q_rope and k_rope are right in every row",
@@ -79,6 +79,8 @@ CASE = CaseFile(
         "BlockTable.cache_blocks": "it publishes as many blocks as it is told are full",
         "BlockPool.cache_full_block": "it keeps the block under the key that it gets",
     },
+    not_what={"outdated data is used as if it were current": "the block's last slot holds nothing of this text: it was "
+                                                             "not filled yet"},
     hints=("One in sixteen, and blocks of 16 tokens: when does the first turn end exactly at the end of a block?",
            "align_decode, one_by_one=True, block_size=4: a text of 20 tokens, then a longer one that begins with "
            "it.",

@@ -37,8 +37,8 @@ CASE = CaseFile(
     title="Wrong only when a single user is left",
     report="Under load our answers are the same as with transformers. At night, when a single user is left, the first "
            "word is right and the rest is nearly right: fluent, with wrong names. When a second user joins, the next "
-           "words of both are right. It is the same on one rank and on {ranks}. We compared a forward pass over the "
-           "whole text, also for one user, and every number is right.",
+           "few words of both are right. It is the same on one rank and on {ranks}. We compared a forward pass over "
+           "the whole text, also for one user, and every number is right.",
     trials=trials, needs=plain_rope,
     bugs=(Bug("TensorParallelAttention.apply_rope", apply_rope, "a special case is treated wrongly",
               "rope_partial"),),
@@ -58,6 +58,8 @@ CASE = CaseFile(
         "Scheduler.schedule": "the number of sequences in a step decides whether the bug shows, but the scheduling is "
                               "right",
     },
+    not_what={"a part is used as if it were the whole": "a part of each head is not rotated, and only in some steps: "
+                                                       "what is special in them?"},
     hints=("align does not show it: use align_decode, with one prompt, then with two.",
            "In which of its numbers does the new token's q_rope differ from the right one?",
            "Which function does not get the batch as an argument, but can find out its size?"),

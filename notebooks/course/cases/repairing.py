@@ -95,8 +95,8 @@ def _in_the_engine(case, repair: Mapping[str, Callable], seed: int) -> str:
                 reports.append(_run(case, trial, mended, size, logical))
             except NotYet as wrong:
                 ranks = counted(size, "rank")
-                raise NotYet(f"it hides the symptom: the reported run is right now; with fresh tokens, on {ranks}, "
-                             f"{trial.says} is not. {wrong}") from None
+                raise NotYet(f"the reported run is right now; another one is not, on {ranks} ({trial.says}): "
+                             f"{wrong}") from None
     wanted = 1 + file.collectives * case.checkpoint.config.num_layers  # the embedding's, and those in each layer
     if (more := max((len(log) - wanted for report in reports for log in report.op_logs), default=0)) > 0:
         raise NotYet(f"the numbers are right, and a forward pass has {more} collectives more than it needs: in each "
@@ -123,7 +123,7 @@ def _run(case, trial: Trial, patches, size: int, logical: bool = False) -> Align
     if not (diagnosis.ok or only_rounding):
         # What its own bug is called would spare the learner the price of the diagnosis.
         is_told = diagnosis.fault and not {bug.fault for bug in case._file.bugs}.intersection(diagnosis.names)
-        raise NotYet(diagnosis.sentence if is_told else _OTHERWISE.get(
+        raise NotYet(f"it is as with a known bug: {diagnosis.sentence}" if is_told else _OTHERWISE.get(
             diagnosis.point, f"{diagnosis.point} is not what it should be"))
     most = trial.options.get("max_num_batched_tokens")
     if most and (largest := max(map(computed_in, report.decode.steps))) > most:

@@ -117,8 +117,8 @@ class OpenCase:
         """The reported prompts, without the tokens that a decode path is given."""
         return [list(prompt)[:len(prompt) - self.trial.new_tokens] for prompt in self.trial.prompts]
 
-    def _written(self, prompts, count: int, **options) -> list[list[int]]:
-        return greedy(self.checkpoint, prompts, count, self.tensor_parallel_size,
+    def _written(self, prompts, count: int, tensor_parallel_size: int = 0, **options) -> list[list[int]]:
+        return greedy(self.checkpoint, prompts, count, tensor_parallel_size or self.tensor_parallel_size,
                       **{"block_size": 4, **self.trial.options, **options})
 
     def show(self) -> None:
@@ -172,7 +172,7 @@ class OpenCase:
         try:
             check_where(self._file, where, self._places)
             self._is_found = True
-            check_what_and_why(self._file, what, why)
+            check_what_and_why(self._file, where, what, why)
             print(f"RIGHT  case {number}: where, what and why.")
             remark = limited(examine, self, repair, self._seed)
         except NotYet as wrong:
