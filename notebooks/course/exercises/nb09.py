@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
 from unittest import mock
 
@@ -37,6 +38,11 @@ def with_cures(cures: Mapping[str, Callable], function: Callable, *args):
     """``function(*args)`` while each of ``cures`` stands in the place of the function of ``patient_zero`` so called."""
     with ExitStack() as stack:
         for name, cure in cures.items():
+            module, _, path = name.partition(".")
+            try:
+                attrgetter(path)(import_module(f"patient_zero.{module}"))
+            except (ImportError, AttributeError, ValueError):
+                raise TplabError(f"patient_zero has no function {name!r}; one is 'linear.share'") from None
             stack.enter_context(mock.patch(f"patient_zero.{name}", cure))
         return function(*args)
 
@@ -67,9 +73,12 @@ def in_patient_zero(setting, answer) -> None:
 
 def heads_read(cure, heads: int, kv_heads: int, rank: int, size: int) -> tuple[list[int], list[int]]:
     """The KV head that each query head of a rank reads, and those that the rank holds."""
-    part = split_evenly(heads, size)[rank]
+    def of_this_rank(total):
+        part = split_evenly(total, size)[rank]
+        return part.start, len(part)
+
     with mock.patch.multiple("patient_zero.linear", tp_rank=lambda: rank, tp_size=lambda: size,
-                             share=lambda total: (part.start, len(part))):
+                             share=of_this_rank):
         given = cure(heads, kv_heads)
         if not isinstance(given, list | tuple) or len(given) != 3:
             returned = f"{len(given)} values" if isinstance(given, list | tuple) else repr(given)
