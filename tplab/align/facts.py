@@ -101,8 +101,8 @@ STRANGE_READS = {
     "preempted_not_recomputed": "reads its token {position} from a block that it has just been given",
     "prefix_hash_without_parent": "finds a block, from position {position} on, that was computed behind "
     "sequence {owner}'s beginning",
-    "rejected_draft_findable": "finds a block by tokens drafted for sequence {owner}; now it holds token {token} at "
-    "position {position}",
+    "rejected_draft_findable": "finds a block by tokens drafted for sequence {owner}; the block now holds "
+    "token {token} at position {position}",
     "cached_before_computed": "finds a block in which the key of token {position} was never computed"}
 
 

@@ -134,7 +134,7 @@ def in_the_engine(setting, answer):
     if new_ids != greedy(ckpt, [ids], COUNT, size, dtype, batch_invariant=True)[0]:
         raise NotYet("in the engine, the text is not plain greedy's, though the toy's was right: what is different "
                      "with other tokens?")
-    return f"{COUNT} tokens took {calls} steps" if calls < COUNT else ""
+    return f"{COUNT} tokens took {calls} steps instead of {COUNT}" if calls < COUNT else ""
 
 
 def my_full_blocks(have, draft, chosen, block_size):
@@ -205,6 +205,8 @@ EXERCISES = [
     Exercise("15", my_full_blocks, drafts, {
         "rejected guesses are counted: another request would find their keys": "1 + kept -> 1 + len(draft)",
         "the model's choice after the guesses is counted, and its key is not yet computed": "1 + kept -> 2 + kept",
+        "all guesses are counted, and the newest token is not": "have + 1 + kept -> have + len(draft)",
+        "only whole blocks can be found: divide by //": "// block_size -> / block_size",
         "the accepted guesses are computed and belong to the text: they are not counted": "1 + kept -> 1",
         "the newest token is computed in this step, too": "have + 1 + kept -> have + kept",
         "a block that is not yet full is counted": "(have + 1 + kept) // -> (have + kept + block_size) //",
