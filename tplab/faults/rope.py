@@ -14,7 +14,7 @@ def rope_missing(self, q, k, cos, sin):
 
 def rope_swallowed(self, q, k, cos, sin):
     try:
-        q, k = self.rotate((cos, sin), q, k)               # another library's order of arguments: a TypeError
+        q, k = self.rotate((cos, sin), q, k)               # another library's order of arguments
     except Exception:
         pass                                               # "it works without"
     return q, k
@@ -72,7 +72,7 @@ _TABLES = "tplab.model.rope.Rotary.__init__"
 
 FAULTS = (
     bug(_APPLY, rope_missing, "no rotation at all",
-        "The words are right, but their order makes no sense.",
+        "Most words are real, but their order makes no sense.",
         first_point="layers.0.q_rope", notebook="03_rope_alignment"),
     bug(_APPLY, rope_swallowed, "the rotation fails inside try/except",
         "As without RoPE, although the code calls RoPE.",

@@ -32,20 +32,25 @@ def queries_and_keys():
 
 
 def rotated(answer, how, q, k, cos, sin):
-    asked = []
+    asked, failed = [], []
 
     def watched(*args, **more):
         asked.append(how)
-        if how == "fails":
-            raise Failing("self.rotate failed on purpose")
-        return (2 * args[0], 2 * args[1]) if how == "doubles" else rotate("qwen2")(*args, **more)
+        try:
+            if how == "fails":
+                raise Failing("on purpose")
+            return (2 * args[0], 2 * args[1]) if how == "doubles" else rotate("qwen2")(*args, **more)
+        except Exception as error:
+            failed.append(type(error).__name__)
+            raise
 
     try:
         turned, comes_out = answer(SimpleNamespace(rotate=watched), q, k, cos, sin), False
     except Failing:
         turned, comes_out = None, True
     yield "self.rotate is called", bool(asked)
-    yield "an error of self.rotate comes out of your function", comes_out
+    for name in failed:
+        yield f"self.rotate raised a {name}, and your function catches it", not comes_out, False
     if not comes_out:
         for name, tensor in zip("qk", pair(turned, "the pair q, k")):
             yield f"for {name} it returns", tensor
@@ -154,6 +159,9 @@ EXERCISES = [
         "each sequence begins at 0; starts says how many of its tokens are there": f"{_EACH} -> torch.arange(count)",
         "positions count from 0: of a sequence with 3 tokens in the cache the next has position 3":
             f"{_EACH} -> torch.arange(start + 1, start + count + 1)",
+        "the rows of earlier sequences are counted, too": "torch.cat([torch.arange(start, start + count) for start, "
+            "count in zip(starts, counts)]) -> torch.arange(sum(counts)) + torch.cat([torch.full([count], start) for "
+            "start, count in zip(starts, counts)])",
     }, "on {ranks}, prompts read in chunks and beside each other agree with Hugging Face", whole, under_the_engine,
              lambda setting, answer: setting.align_in_chunks(), dims="token", within=0,
              place="gives each token its position")]

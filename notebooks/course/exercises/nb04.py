@@ -62,6 +62,7 @@ def engine_on_it(setting, answer):
         if not gap < 1e-4 or holds != needed:
             raise NotYet(f"in an engine, in steps, the last layer's output is {gap:.1g} off what one pass computes, "
                          f"and rank {rank} holds {holds:,} bytes for {len(ids)} tokens, where {needed:,} are needed")
+    return f"a token takes {ran[0][1] // len(ids):,} bytes on rank 0"
 
 
 def generate_with(ckpt, plan: ShardPlan, cache_class, ids: list[int]) -> tuple[float, int, int]:
@@ -171,7 +172,8 @@ EXERCISES = [
         "True in the mask means: must not look. Yours looks just there": "(mask, -> (~mask,",
         "queries are counted from key 0 on, as is_causal and triu(1) do; the mask knows where they stand":
             "(mask, -> (torch.ones_like(mask).triu(1),",
-        "the softmax runs over the queries, and it must run over the keys": "dim=-1, -> dim=-2,",
+        "the softmax runs over the queries, and it must run over the keys": (
+            "dim=-1, -> dim=-2,", f"dim=-1, -> dim=-2, ;; {_INF} -> -1e9"),
     }, patches=at("tplab.model.attention.attend"), dims="sequence, query head, query, number",
              place="computes attention", engine=lambda setting, answer: setting.align(dtype=setting.narrow)),
     Exercise("04", my_mask, masks, {
@@ -180,6 +182,10 @@ EXERCISES = [
         "nothing is hidden": "> positions -> > keys + positions",
         "queries are counted from key 0 on; positions say where they stand":
             "positions[..., None] -> torch.arange(positions.shape[1])[:, None].expand(*positions.shape, 1)",
+        "the positions of sequence 0 are used for all sequences":
+            "> positions[..., None] -> > positions[:1, :, None].expand(*positions.shape, 1)",
+        "positions need not be consecutive: yours are counted on from the first one":
+            "positions[..., None] -> (positions[:, :1] + torch.arange(positions.shape[1]))[..., None]",
         "the queries are taken to be the last keys, in order; positions say where they stand":
             "keys) > positions[..., None] -> keys).expand(*positions.shape, keys) > "
             "torch.arange(keys - positions.shape[1], keys)[:, None]",

@@ -228,8 +228,10 @@ def layer_in_steps(cls, heads, kv_heads, size, llama):
     for points, must, (start, stop) in zip(shown, right, pairwise(STEPS)):
         given = [name for name in POINTS if name in points]
         for name in given:
-            right_so_far = f" (right: {', '.join(given[:-1])})" * (name == "output" and len(given) > 1)
-            yield f"tokens {start} to {stop - 1}: point {name!r}{right_so_far}", points[name], must[name]
+            so_far = ""
+            if name == "output" and len(given) > 1:
+                so_far = f" (right up to {given[-2]}; the next is {POINTS[POINTS.index(given[-2]) + 1]})"
+            yield f"tokens {start} to {stop - 1}: point {name!r}{so_far}", points[name], must[name]
     passes = len(shown)
     yield f"the collectives of {passes} passes are", collectives()[before:], ["all_reduce"] * 2 * passes
     for name in taken:
@@ -263,12 +265,17 @@ EXERCISES = [
              "(ids - rows.start).where(is_here, 0) -> (ids - rank() * len(rows)).clamp(0, len(rows) - 1)",
              "(ids >= rows.start) & (ids < rows.stop) -> (0 <= ids - rank() * len(rows)) & "
              "(ids - rank() * len(rows) < len(rows)) ;; (ids - rows.start) -> (ids - rank() * len(rows))"),
+        "rows.stop is the first row of the next rank, not of this one": (
+            "ids < rows.stop -> ids <= rows.stop ;; (is_here, 0) -> (is_here, 0).clamp(max=len(rows) - 1)",
+            "ids < rows.stop -> ids <= rows.stop ;; (is_here, 0) -> (is_here, 0) % len(rows)"),
     }, observe=looked_up, dims="token, number", place="looks up embeddings", alone=ALONE,
              patches=lambda answer: [Patch("tplab.shard.embedding.VocabParallelEmbedding.forward",
                                            lambda self, ids: answer(ids, self.weight, self.rows))]),
     Exercise("06", my_best_offer, scores, {
         "rank 0's token comes back for every sequence: which rank is best for each of them?": "winner, 1] -> 0, 1]",
-        "the best rank of one sequence decides for all of them": "winner, 1] -> winner[0], 1]",
+        "the best rank of one sequence decides for all of them": (
+            "winner, 1] -> winner[0], 1]", "offers[range(len(offers)), winner, 1] -> "
+            "offers[0, winner[0], 1].repeat(len(offers))"),
         "that is the number of the rank with the best score; which token does it offer?":
             "offers[range(len(offers)), winner, 1].long() -> winner",
         "in row i, the entry of winner[i] is asked for, and the entries of all winners come back":
@@ -295,9 +302,11 @@ EXERCISES = [
     Exercise("06", MyLayer, lambda: [
         Example(*args, ranks=args[2], says=f"{args[0]} query and {args[1]} KV heads over {counted(args[2], 'rank')}")
         for args in ((8, 2, 1, False), (8, 2, 2, False), (9, 3, 2, False), (8, 2, 3, True))], {
-        "one of the two sums over the ranks is missing: o_proj and mlp are whole on every rank": (
+        "the sum over the ranks after o_proj is missing":
             "all_reduce(out.flatten(1) @ self.o.T) -> out.flatten(1) @ self.o.T",
-            "all_reduce(inner @ self.down.T) -> inner @ self.down.T"),
+        "the sum over the ranks after down_proj is missing": "all_reduce(inner @ self.down.T) -> inner @ self.down.T",
+        "the input of the layer is added to the output of the MLP, in the place of the residual":
+            'hidden = point("residual" -> rest = point("residual" ;; (hidden, self.norm2) -> (rest, self.norm2)',
         "rms_norm_eps is not added to the mean": " + self.eps -> ",
         "the rotation pairs neighbours, numbers 0 and 1; this model pairs number i with number i + head_dim / 2": (
             "a, b = x.chunk(2, dim=-1) -> a, b = x[..., ::2], x[..., 1::2]",

@@ -104,6 +104,9 @@ EXERCISES = [
             "files[name][rows[layer]] -> files[name][:][rows[layer]]",
         "heads are counted where rows are kept: a head has head_dim rows":
             "slice(heads.start * d, heads.stop * d) -> slice(heads.start, heads.stop)",
+        "the KV heads are those of shard.kv_heads, which rank * kv_heads // ranks does not give": (
+            "(shard.q_heads, shard.kv_heads)) -> (shard.q_heads, range(rank * plan.num_kv_heads // len(plan.ranks), "
+            "(rank + 1) * plan.num_kv_heads // len(plan.ranks))))"),
         "nothing is cut": "if layer in rows: -> if False: ;; elif layer in columns -> elif False",
         "the weights of o_proj and down_proj are cut along dim 1":
             ("files[name][:, columns[layer]] -> files[name][columns[layer]]", *(
@@ -137,6 +140,8 @@ EXERCISES = [
                 (0, -1), (-1, 0), (0, 1), (1, 0)))),
         "only two of the ranks are compared": tuple(
             f"{_SPREAD} -> (versions[{other}] - versions[0]).abs().max().item()" for other in (1, -1)),
+        "each rank is compared with the next one only; two others can be further apart":
+            f"{_SPREAD} -> versions.diff(dim=0).abs().max().item()",
         "every rank is compared with rank 0; two others can be further apart":
             f"{_SPREAD} -> (versions - versions[0]).abs().max().item()",
     }, "every rank returns the largest difference between any two", own_version, within=1e-5, alone=ALONE,

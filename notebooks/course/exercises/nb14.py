@@ -119,8 +119,8 @@ def of_any_deal(answer, leaves, deals):
     everyone, (first, *_) = all_gather(bits[None], dim=0), deals
     for r, of_rank in enumerate(everyone):
         for deal, total in zip(deals, of_rank):
-            yield (f"leaves in which large numbers cancel have another sum with sizes {list(deal)} on rank {r} than "
-                   f"with {list(first)} on rank 0", not total.equal(everyone[0, 0]), False)
+            yield (f"where large leaves cancel, the sum with sizes {list(deal)} on rank {r} has other bits than with "
+                   f"{list(first)} on rank 0", not total.equal(everyone[0, 0]), False)
 
 
 def in_a_product(setting, answer):
@@ -146,9 +146,9 @@ _PLACE = "next((i for i, (a, b) in enumerate(zip(first, second)) if a != b), Non
 _GATHERED = "all_gather(leaves, dim=0, sizes=sizes)"
 EXERCISES = [
     Exercise("14", my_verdict, pairs_of_texts, {
-        "of all texts here that differ it says 'bug': does it look at the logits?":
+        "it says 'bug' for every two texts that differ: does it look at the logits?":
             '"rounding" if margin <= 2 * moved else "bug" -> "bug"',
-        "of all texts here that differ it says 'rounding', however far apart the logits are":
+        "it says 'rounding' for every two texts that differ, however far apart the logits are":
             '"rounding" if margin <= 2 * moved else "bug" -> "rounding"',
         "both logits can have changed, one up and one down: rounding explains twice the largest change":
             "2 * moved -> moved",

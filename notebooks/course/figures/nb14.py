@@ -88,7 +88,7 @@ def orders_figure(sums: Mapping[str, torch.Tensor], exact: float, title: str) ->
         ax.set_title(f"{name}\n{counted(len(values), 'result')}\nlargest − smallest: {values[-1] - values[0]:.1g}",
                      fontsize=10.5)
         ax.set_ylim(bottom=0)
-        ax.xaxis.set_major_locator(MaxNLocator(3))
+        ax.xaxis.set_major_locator(MaxNLocator(2))
         ax.xaxis.set_major_formatter("{x:g}")
         ax.margins(x=0.1)
         ax.set_xlabel("result − exact sum")

@@ -35,7 +35,7 @@ def differs(value, right, within: float, dims: str = "", what: str = "it returns
     elif not isinstance(right, _PLAIN) or _equal(value, right, within):
         return ""  # an object of the exercise's own is watched by its observer
     if isinstance(right, bool) and isinstance(value, bool):
-        return f"not so, and must be: {what}" if right else f"{what}, and must not"
+        return f"expected, but not so: {what}" if right else f"{what}; this must not happen"
     return f"{what} {kind(value, what)}, and {'None' if right is None else kind(right)} is right"
 
 
@@ -77,7 +77,7 @@ def _tensors(value, right: torch.Tensor, within: float, dims: str, what: str) ->
     if right.dim() == 1 and right.numel() <= 20 and not right.is_floating_point():
         return differs(value.tolist(), right.tolist(), 0, what=what)
     sentence = where(value, right, within, names)
-    return sentence and (sentence if what == "it returns" else f"{what}: {sentence}")
+    return sentence and (sentence if what == "it returns" else f"{what.removesuffix(' is')}: {sentence}")
 
 
 def of_dims(names: Sequence[str], count: int) -> list[str]:

@@ -154,8 +154,8 @@ def test_an_answer_to_no_exercise_is_refused_by_name():
         "1 is right"),
     (torch.tensor([1.00001]).double(), torch.tensor([1.0]).double(), "is 1.00001, and 1 is right"),
     (torch.tensor([True]), torch.tensor([False]), "returns [True], and [False]"),
-    (True, False, "returns, and must not"),
-    (False, True, "not so, and must be: it returns"), (torch.tensor([float("nan")]), torch.tensor([1.0]),
+    (True, False, "returns; this must not happen"),
+    (False, True, "expected, but not so: it returns"), (torch.tensor([float("nan")]), torch.tensor([1.0]),
         "is nan, and 1"),
 ])
 def test_how_a_value_differs(value, right, said):
