@@ -107,6 +107,8 @@ EXERCISES = [
         "the KV heads are those of shard.kv_heads, which rank * kv_heads // ranks does not give": (
             "(shard.q_heads, shard.kv_heads)) -> (shard.q_heads, range(rank * plan.num_kv_heads // len(plan.ranks), "
             "(rank + 1) * plan.num_kv_heads // len(plan.ranks))))"),
+        "the biases of q, k and v belong to their rows, and are cut, too":
+            "if layer in rows: -> if layer in rows and kind == \"weight\":",
         "nothing is cut": "if layer in rows: -> if False: ;; elif layer in columns -> elif False",
         "the weights of o_proj and down_proj are cut along dim 1":
             ("files[name][:, columns[layer]] -> files[name][columns[layer]]", *(

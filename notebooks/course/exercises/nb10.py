@@ -24,8 +24,9 @@ def layouts():
         config = SimpleNamespace(hidden_size=1000, head_dim=96, num_heads=heads, num_kv_heads=kv, num_layers=11,
                                  intermediate_size=2900, vocab_size=5300, experts=None)
         for shard in ShardPlan.from_config(config, ranks).ranks:
-            yield Example(config, shard, context, itemsize, says=f"{heads} query and {kv} KV heads over {ranks} ranks, "
-                          f"rank {shard.rank}, 11 layers, {context} tokens, itemsize {itemsize}")
+            yield Example(config, shard, context, itemsize, says=(
+                f"{heads} query and {kv} KV heads over {ranks} ranks, rank {shard.rank}, hidden_size 1000, head_dim "
+                f"96, 11 layers, {context} tokens, itemsize {itemsize}"))
 
 
 def bytes_read(answer, config, shard, context, itemsize):
@@ -69,6 +70,10 @@ def seconds(answer, rank_bytes, bandwidth, num_layers, latency):
 EXERCISES = [
     Exercise("10", my_decode_bytes, layouts, {
         "the cache is not counted": " + cache -> ",
+        "each layer has a cache of its own": "layer = attention -> whole = cache; layer = attention ;;  + cache ->  ;; "
+            "config.num_layers * layer -> config.num_layers * layer + whole",
+        "head_dim is given: hidden_size // num_heads need not be it":
+            "config.head_dim -> config.hidden_size // config.num_heads",
         "the cache has KV heads, and query heads are counted": "context * 2 * kv -> context * 2 * q",
         "the inputs of o are the numbers of this rank's query heads": "q * d * h -> h * h",
         "these are numbers, and each has itemsize bytes": " * itemsize -> ",
@@ -83,9 +88,9 @@ EXERCISES = [
             "max(rank_bytes) -> sum(rank_bytes) / len(rank_bytes) ;;  + collectives * latency -> "),
         "ranks work at the same time; none reads for the others": "max(rank_bytes) -> sum(rank_bytes)",
         "there are two collectives in a layer, behind attention and behind the MLP":
-            "2 * num_layers + 2 -> num_layers + 2",
+            ("2 * num_layers + 2 -> num_layers + 2", "2 * num_layers + 2 -> num_layers"),
         "beside the layers there is a collective after the embedding, and one for the best tokens":
-            "2 * num_layers + 2 -> 2 * num_layers",
+            ("2 * num_layers + 2 -> 2 * num_layers", "2 * num_layers + 2 -> 2 * num_layers + 1"),
         "the number of collectives depends on num_layers": "2 * num_layers + 2 -> 14",
         "latency is that of a collective, whatever the number of ranks":
             "collectives * latency -> collectives * latency * (len(rank_bytes) - 1)",

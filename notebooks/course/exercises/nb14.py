@@ -146,9 +146,9 @@ _PLACE = "next((i for i, (a, b) in enumerate(zip(first, second)) if a != b), Non
 _GATHERED = "all_gather(leaves, dim=0, sizes=sizes)"
 EXERCISES = [
     Exercise("14", my_verdict, pairs_of_texts, {
-        "it says 'bug' for every two texts that differ: does it look at the logits?":
+        "on these examples it says 'bug' whenever texts differ: does it look at the logits?":
             '"rounding" if margin <= 2 * moved else "bug" -> "bug"',
-        "it says 'rounding' for every two texts that differ, however far apart the logits are":
+        "on these examples it says 'rounding' whenever texts differ, however far apart the logits are":
             '"rounding" if margin <= 2 * moved else "bug" -> "rounding"',
         "both logits can have changed, one up and one down: rounding explains twice the largest change":
             "2 * moved -> moved",
@@ -161,6 +161,8 @@ EXERCISES = [
             tuple("abs(exact[place, first[place]] - exact[place, second[place]]) -> "
                   f"abs(logits[place, first[place]] - logits[place, second[place]]) ;; 2 * moved -> {times} * moved"
                   for times in (2, 1)),
+        "the mean change of a logit is taken, and the largest one says how far rounding can move one":
+            f"{_MOVED} -> (logits[place] - exact[place]).abs().mean()",
         "rounding is measured in other rows, too: only the row where the texts differ first counts":
             f"{_MOVED} -> (logits - exact).abs().max()",
         "the change of a token that was chosen is measured: any logit of the row says how far rounding can move one":

@@ -13,6 +13,9 @@ from tplab.show.figures.style import GREEN, INK, ORANGE, RED, Picture, picture, 
 
 _LANES = 6  # side by side on one line of panels
 _BEFORE = 2  # rows that are shown above the first difference
+_KEY = {"done": "green: done together", "waits": "orange, hatched: waits",
+        "differs": "dark orange: calls that differ, and wait", "absent": "dashed: never came"}
+_COLOURS = {"done": GREEN, "waits": ORANGE, "differs": RED}
 
 
 class _Row(NamedTuple):
@@ -59,12 +62,21 @@ def op_logs(errors, title: str | None = None) -> Picture:
     for ax, (name, log) in zip(axes.flat, logs.items()):
         ax.set_title(name, fontsize=11, pad=3)
         _draw(ax, log)
-    key = ("green: done together;  orange, hatched: waits;  dark orange: calls that differ, and wait;  "
-           "dashed: never came;  ≠: the first difference")
+    kinds = {_kind(log, row, *rank) for log in logs.values() for row in log.rows for rank in zip(row.records, row.ends)}
+    key = ";  ".join([says for kind, says in _KEY.items() if kind in kinds] + ["≠: the first difference"])
     figure.supxlabel(fill(key, round(14 * figure.get_figwidth())), fontsize=9, x=0.01, ha="left", color="#555555")
     details = ". ".join(f"{name}: {_describe(log)}".removeprefix(": ") for name, log in logs.items())
     return figure.finished(title or "Collectives in order, and where the ranks part", (
         f"the collectives of each rank, in order. {details}."))
+
+
+def _kind(log: _OpLog, row: _Row, record, end: str) -> str:
+    """What a rank did in a row: a key of ``_KEY``; the empty string if there is nothing to draw."""
+    if record is None:
+        return "absent" if end else ""
+    if log.cannot_meet and row is log.rows[-1]:
+        return "differs"
+    return "done" if record.left or log.cannot_meet else "waits"
 
 
 def _rank_error(error):
@@ -112,14 +124,13 @@ def _draw(ax, log: _OpLog) -> None:
         ax.text(-0.53, y, f"≠ #{row.number}" if differs else f"#{row.number}", ha="right", va="center", fontsize=9,
                 fontweight="bold" if differs else "normal")
         for rank, (record, end) in enumerate(zip(row.records, row.ends)):
+            kind = _kind(log, row, record, end)
             if record:
-                waits = not record.left and not log.cannot_meet
-                color = RED if differs and log.cannot_meet else ORANGE if waits else GREEN
-                look = {"edgecolor": color, "hatch": "////" if waits else None}
+                look = {"edgecolor": _COLOURS[kind], "hatch": "////" if kind == "waits" else None}
                 in_a_file = record.file.endswith(".py") and "ipykernel" not in record.file
                 text = "\n".join(filter(None, [record.op, str(record).removeprefix(record.op).strip(), (
                     ("/".join(Path(record.file).parts[-2:]) + ", ") * in_a_file + f"line {record.line}")]))
-            elif end:
+            elif kind:
                 look, text = {"edgecolor": INK, "linestyle": "--"}, end.replace(" ", "\n", 1)
             else:
                 continue

@@ -102,6 +102,8 @@ def where(value: torch.Tensor, right: torch.Tensor, within: float, names: Sequen
               for dim, (name, n) in enumerate(zip(names, right.shape))]
     only = " and ".join(f"{name} {_few(few)}" for name, few, n in parted if len(few) < n)
     place = ", ".join(f"{name} {i}" for name, i, n in zip(names, at, right.shape) if n > 1)
+    if {*names} == {"number"} and len(names) > 1:
+        place = str(at)
     yours, must = value[tuple(at)].item(), right[tuple(at)].item()
     is_short = all(abs(number) < 1e9 and 8 * number % 1 == 0 for number in (yours, must))
     digits = 12 if is_short else next((n for n in (4, 7) if f"{yours:.{n}g}" != f"{must:.{n}g}"), 17)

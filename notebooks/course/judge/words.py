@@ -52,7 +52,9 @@ def _of_ranks(error: RankError) -> str:
             lines = [frame for frame in cause.frames if is_learners(frame.file)]
             summary = summary.replace(f"rank {cause.rank} {cause.text}", f"rank {cause.rank} is still at your line "
                                       f"{lines[-1].line}" if lines else f"rank {cause.rank} is still running")
-    return _lines(_IN_A_CHECK.sub(r"rank \1 has returned", CELL.sub("", summary)), frames)
+    said = _IN_A_CHECK.sub(r"rank \1 has returned", CELL.sub("", summary))
+    return _lines(said.removeprefix("the ranks meet in different collectives: ") if "has returned" in said else said,
+                  frames)
 
 
 def _lines(what: str, frames: Sequence[Frame]) -> str:
