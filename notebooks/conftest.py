@@ -1,22 +1,10 @@
 """For ``pytest --nbval``: kernels start at once, and again if another program has taken one of their ports."""
 
+from functools import partial
+
 import nbval.kernel
 
-from course.lab.warm import use_warm_kernels
+from course.lab.warm import started_again, use_warm_kernels
 
 use_warm_kernels()
-_start = nbval.kernel.start_new_kernel
-
-
-def start(*args, **kwargs):
-    """Jupyter chooses a kernel's ports before the kernel binds them; on a busy machine they can be taken by then."""
-    for _ in range(2):
-        try:
-            return _start(*args, **kwargs)
-        except RuntimeError as error:
-            if "Kernel died before replying" not in str(error):
-                raise
-    return _start(*args, **kwargs)
-
-
-nbval.kernel.start_new_kernel = start
+nbval.kernel.start_new_kernel = partial(started_again, nbval.kernel.start_new_kernel)

@@ -159,6 +159,8 @@ class _Batch:
         import papermill
         from jupyter_client import AsyncKernelManager
 
+        from course.lab.warm import started_again
+
         class Manager(AsyncKernelManager):
             async def start_kernel(manager, **kwargs):
                 settings = {} if notebook.stem in TIMING else BESIDE_OTHERS
@@ -168,9 +170,10 @@ class _Batch:
                     _end(manager)
 
         try:
-            papermill.execute_notebook(
-                notebook, target, parameters=self.parameters[notebook], cwd=notebook.parent, progress_bar=False,
-                execution_timeout=SECONDS_PER_CELL, extra_arguments=QUIET_KERNEL, kernel_manager_class=Manager)
+            started_again(
+                papermill.execute_notebook, notebook, target, parameters=self.parameters[notebook], cwd=notebook.parent,
+                progress_bar=False, execution_timeout=SECONDS_PER_CELL, extra_arguments=QUIET_KERNEL,
+                kernel_manager_class=Manager)
         except papermill.PapermillExecutionError as error:
             return f"cell [{error.exec_count}]: {': '.join([error.ename, *error.evalue.strip().splitlines()[:1]])}"
         except Exception as error:  # a kernel that died or is missing, a cell that timed out: the other notebooks run

@@ -39,6 +39,18 @@ def use_warm_kernels() -> None:
         factory.default_provisioner_name = "warm"
 
 
+def started_again(function, *args, **kwargs):
+    """``function(*args, **kwargs)``, up to three times while its kernel dies at once: Jupyter chooses a kernel's ports
+    before the kernel binds them, and on a busy machine another program can have taken them by then."""
+    for _ in range(2):
+        try:
+            return function(*args, **kwargs)
+        except RuntimeError as error:
+            if "Kernel died before replying" not in str(error):
+                raise
+    return function(*args, **kwargs)
+
+
 class WarmProvisioner(LocalProvisioner):
     """Jupyter's provisioner of local kernels; the process of a Python kernel is forked."""
 
