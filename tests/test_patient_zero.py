@@ -159,7 +159,15 @@ def repeats_as_a_list(num_heads, num_kv_heads):
     return first, count, repeats.tolist()
 
 
+def a_share_of_the_kv_heads_where_they_divide(num_heads, num_kv_heads):
+    if num_kv_heads % nb09.linear.tp_size():
+        return nb09.kv_share(num_heads, num_kv_heads)
+    return *nb09.linear.share(num_kv_heads), num_heads // num_kv_heads
+
+
 @pytest.mark.parametrize("cure, heads, said", [
+    (a_share_of_the_kv_heads_where_they_divide, (8, 2), ""), (a_share_of_the_kv_heads_where_they_divide, (8, 4), ""),
+    (lambda *heads: (torch.tensor(0), 1, 4), (8, 2), "the first KV head is a tensor [] of torch.int64"),
     (one_head_too_many, (8, 2), "on 2 ranks, rank 0 holds the KV heads [0, 1], and its query heads read only [0]"),
     (repeats_as_a_list, (8, 2), "is a list, and repeat_interleave takes a number or a tensor"),
     (nb09.kv_share, (8, 2), ""), (nb09.kv_share, (9, 3), ""), (nb09.linear.kv_share, (6, 6), ""),

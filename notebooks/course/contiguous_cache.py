@@ -1,35 +1,52 @@
 """The plain KV cache: one growing tensor per layer and sequence, KV heads only."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from tplab.model.attention import AttentionBatch, causal_mask
 
 
+class MyCache:
+    def __init__(self, num_layers):
+        self.k, self.v = [None] * num_layers, [None] * num_layers
+
+    def append(self, layer, k, v):
+        old_k = k[:0] if self.k[layer] is None else self.k[layer]
+        old_v = v[:0] if self.v[layer] is None else self.v[layer]
+        self.k[layer], self.v[layer] = torch.cat([old_k, k]), torch.cat([old_v, v])
+        return self.k[layer], self.v[layer]
+
+
+def held(thing, seen: set[int] | None = None) -> dict[int, int]:
+    """``{address: bytes}`` of the memory that tensors below ``thing`` keep, a view all that it was cut from."""
+    seen = set() if seen is None else seen
+    if id(thing) in seen:
+        return {}
+    seen.add(id(thing))
+    if isinstance(thing, torch.Tensor):
+        return {thing.untyped_storage().data_ptr(): thing.untyped_storage().nbytes()}
+    parts = (thing.values() if isinstance(thing, dict) else thing if isinstance(thing, list | tuple) else
+             vars(thing).values() if hasattr(thing, "__dict__") and not isinstance(thing, type) else ())
+    return {address: size for part in parts for address, size in held(part, seen).items()}
+
+
 class ContiguousKVCache:
     """Keys and values of some sequences, as tensors ``[tokens so far, kv heads here, head_dim]`` that grow.
 
-    Every step copies the whole past of a sequence; :class:`tplab.cache.PagedKVCache` avoids that. This one is here to
-    be read and compared with.
+    ``store(num_layers)`` makes what holds one sequence's, and has notebook 04's ``append(layer, k, v)``. Every step
+    copies the whole past of a sequence; :class:`tplab.cache.PagedKVCache` avoids that. This one is here to be read and
+    compared with.
     """
 
-    def __init__(self, num_sequences: int, num_layers: int):
-        self.k: list[dict[int, torch.Tensor]] = [{} for _ in range(num_layers)]  # of each layer, by sequence
-        self.v: list[dict[int, torch.Tensor]] = [{} for _ in range(num_layers)]
+    def __init__(self, num_sequences: int, num_layers: int, store: Callable = MyCache):
+        self.stores = [store(num_layers) for _ in range(num_sequences)]
         self.computed = [0] * num_sequences
 
     @property
     def nbytes(self) -> int:
         """Bytes held on this rank now."""
-        return sum(t.numel() * t.element_size() for layers in (self.k, self.v) for layer in layers
-                   for t in layer.values())
-
-    def append(self, sequence: int, layer: int, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append copies of a sequence's new keys and values to a layer's earlier ones; returns all of them."""
-        for held, new in ((self.k[layer], k), (self.v[layer], v)):
-            held[sequence] = torch.cat([held[sequence], new]) if sequence in held else new.clone()
-        return self.k[layer][sequence], self.v[layer][sequence]
+        return sum(held(self.stores).values())
 
     def context(self, counts: Sequence[int]) -> "ContiguousContext":
         """The attention context of a step in which sequence ``i`` gets ``counts[i]`` new tokens (0: not in it)."""
@@ -52,7 +69,7 @@ class ContiguousContext:
         row = 0
         for i, start, count in self.parts:
             rows = slice(row, row + count)
-            keys, values = self.cache.append(i, layer, k[rows], v[rows])
+            keys, values = self.cache.stores[i].append(layer, k[rows], v[rows])
             mask = causal_mask(torch.arange(start, start + count)[None], start + count)
             yield AttentionBatch(rows, keys.transpose(0, 1)[None], values.transpose(0, 1)[None], mask)
             row += count

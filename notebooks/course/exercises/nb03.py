@@ -120,6 +120,9 @@ _THERE = "q.transpose(0, 1)[None], k.transpose(0, 1)[None]"
 _RESHAPED = "q.reshape(1, q.shape[1], -1, 6), k.reshape(1, k.shape[1], -1, 6)"
 _PAIRED = "torch.cat([-second, first], dim=-1) -> torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)"
 _IN_A_ROW = "torch.cat([angles, angles], dim=-1) -> angles.repeat_interleave(2, -1)"
+_UNCAST = "(x * angles.cos() + other * angles.sin()).to(x.dtype) -> x * angles.cos() + other * angles.sin()"
+_TURNED_BACK = "[-second, first] -> [second, -first]"
+_BY_ROW = "positions[:, None] -> torch.arange(len(positions))[:, None]"
 _EACH = "torch.arange(start, start + count)"
 EXERCISES = [
     Exercise("03", my_apply_rope, queries_and_keys, {
@@ -133,12 +136,12 @@ EXERCISES = [
              patches=at("tplab.model.attention.TensorParallelAttention.apply_rope")),
     Exercise("03", my_rope, heads_at_positions, {
         "it is turned the other way round: look at the sign of the sine, or of one half":
-            "[-second, first] -> [second, -first]",
+            (_TURNED_BACK, f"{_TURNED_BACK} ;; {_UNCAST}"),
         "numbers 0 and 1 are turned as a pair; here number 0 belongs to number head_dim / 2":
-            (f"{_PAIRED} ;; {_IN_A_ROW}", "x.chunk(2, dim=-1) -> x[..., ::2], x[..., 1::2] ;; "
-             "x * -> torch.cat([first, second], dim=-1) *"),
+            (f"{_PAIRED} ;; {_IN_A_ROW}", f"{_PAIRED} ;; {_IN_A_ROW} ;; {_UNCAST}",
+             "x.chunk(2, dim=-1) -> x[..., ::2], x[..., 1::2] ;; x * -> torch.cat([first, second], dim=-1) *"),
         "every token is turned as if its row were its position; positions says where it stands":
-            "positions[:, None] -> torch.arange(len(positions))[:, None]",
+            (_BY_ROW, f"{_BY_ROW} ;; {_UNCAST}"),
         "theta is given, and 10000 is taken": "theta ** -> 10000.0 **",
         "the speed of pair i is theta ** (-2 i / head_dim); in yours, the exponent is twice as large":
             "/ head_dim) -> * 2 / head_dim)",

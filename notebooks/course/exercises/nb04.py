@@ -2,7 +2,7 @@
 
 import torch
 
-from course.contiguous_cache import ContiguousKVCache
+from course.contiguous_cache import ContiguousKVCache, MyCache, held
 from course.judge.exercise import Example, Exercise, at
 from course.judge.words import NotYet
 from course.judge.work import numbers, pair, unchanged
@@ -10,30 +10,6 @@ from tplab.checks import counted
 from tplab.model import NoCache, load_model
 from tplab.model.attention import causal_mask
 from tplab.shard import ShardPlan
-
-
-class MyCache:
-    def __init__(self, num_layers):
-        self.k, self.v = [None] * num_layers, [None] * num_layers
-
-    def append(self, layer, k, v):
-        old_k = k[:0] if self.k[layer] is None else self.k[layer]
-        old_v = v[:0] if self.v[layer] is None else self.v[layer]
-        self.k[layer], self.v[layer] = torch.cat([old_k, k]), torch.cat([old_v, v])
-        return self.k[layer], self.v[layer]
-
-
-def held(thing, seen: set[int] | None = None) -> dict[int, int]:
-    """``{address: bytes}`` of the memory that tensors below ``thing`` keep, a view all that it was cut from."""
-    seen = set() if seen is None else seen
-    if id(thing) in seen:
-        return {}
-    seen.add(id(thing))
-    if isinstance(thing, torch.Tensor):
-        return {thing.untyped_storage().data_ptr(): thing.untyped_storage().nbytes()}
-    parts = (thing.values() if isinstance(thing, dict) else thing if isinstance(thing, list | tuple) else
-             vars(thing).values() if hasattr(thing, "__dict__") and not isinstance(thing, type) else ())
-    return {address: size for part in parts for address, size in held(part, seen).items()}
 
 
 def used(cls, layers, kv_heads, dim, steps, dtype):
@@ -70,15 +46,14 @@ def generate_with(ckpt, plan: ShardPlan, cache_class, ids: list[int]) -> tuple[f
     the bytes that the cache holds in the end; the bytes that are needed."""
     with torch.inference_mode():
         model = load_model(ckpt, plan)
-        cache, outputs = cache_class(ckpt.config.num_layers), []
-        cuts, steps = [0, 3, len(ids) - 4, *range(len(ids) - 3, len(ids) + 1)], ContiguousKVCache(1, 0)
-        steps.append = lambda sequence, *tensors: cache.append(*tensors)
+        steps, outputs = ContiguousKVCache(1, ckpt.config.num_layers, cache_class), []
+        cuts = [0, 3, len(ids) - 4, *range(len(ids) - 3, len(ids) + 1)]
         for start, stop in zip(cuts, cuts[1:]):
             step = steps.context([stop - start])
             outputs.append(model(torch.tensor(ids[start:stop]), step.positions, step))
         right = model(torch.tensor(ids), torch.arange(len(ids)), NoCache([len(ids)]))
     needed = 2 * ckpt.config.num_layers * len(ids) * len(model.shard.kv_heads) * plan.head_dim * 4
-    return ((torch.cat(outputs) - right).abs().max() / right.abs().max()).item(), sum(held(cache).values()), needed
+    return ((torch.cat(outputs) - right).abs().max() / right.abs().max()).item(), steps.nbytes, needed
 
 
 def my_attend(q, k, v, mask, scaling):
@@ -160,8 +135,8 @@ EXERCISES = [
         "query heads 0 and 1 read the same KV head, as neighbours do: in which order must the copies lie?":
             "k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1) -> k.repeat(1, group, 1, 1), "
             "v.repeat(1, group, 1, 1)",
-        "the scores are not multiplied with scaling": "* scaling -> ",
-        "scores are multiplied with 1 / sqrt(head_dim), the default of scaled_dot_product_attention, not with scaling":
+        "the scores are not multiplied by scaling": "* scaling -> ",
+        "scores are multiplied by 1 / sqrt(head_dim), the default of scaled_dot_product_attention, not by scaling":
             "* scaling -> * q.shape[-1] ** -0.5",
         "-100 is not low enough beside the scores of every model":
             f"scores.masked_fill(mask, {_INF}) -> scores - 100.0 * mask",

@@ -276,6 +276,8 @@ EXERCISES = [
         "the best rank of one sequence decides for all of them": (
             "winner, 1] -> winner[0], 1]", "offers[range(len(offers)), winner, 1] -> "
             "offers[0, winner[0], 1].repeat(len(offers))"),
+        "the ids of row 0 come back for every sequence":
+            "offers[range(len(offers)), winner, 1] -> offers[0, winner, 1]",
         "that is the number of the rank with the best score; which token does it offer?":
             "offers[range(len(offers)), winner, 1].long() -> winner",
         "in row i, the entry of winner[i] is asked for, and the entries of all winners come back":
@@ -325,6 +327,8 @@ EXERCISES = [
             "out.flatten(1) -> out.transpose(1, 2).flatten(1)",
         "the keys in the cache are not rotated": "q, k = point(\"q_rope\" -> unturned, q, k = k, point(\"q_rope\" ;; "
             "torch.cat([self.k, k]) -> torch.cat([self.k, unturned])",
+        "the keys in the cache are rotated twice":
+            "torch.cat([self.k, k]) -> torch.cat([self.k, self.turn(k, cos, sin)])",
         "queries are counted from key 0 on: in a chunk, the first one stands behind the cache":
             "torch.arange(start, len(k))[:, None] -> torch.arange(len(q))[:, None]",
         "the cache is not used: where are the keys and values of earlier tokens?":

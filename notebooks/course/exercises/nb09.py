@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 
+from course.judge.differ import kind
 from course.judge.exercise import Exercise
 from course.judge.setting import in_learners_words
 from course.judge.words import NotYet, first_cause, in_words
@@ -85,6 +86,8 @@ def heads_read(cure, heads: int, kv_heads: int, rank: int, size: int) -> tuple[l
             raise NotYet(f"it returns {returned}, and should return three values: the first KV head, how many, and how "
                          "often each is repeated")
         first, count, repeats = given
+        if not all(isinstance(number, int) for number in (first, count)):
+            raise NotYet(f"the first KV head is {kind(first)}, and how many is {kind(count)}; whole numbers are right")
         if isinstance(repeats, list | tuple):
             raise NotYet("how often each head is repeated is a list, and repeat_interleave takes a number or a tensor")
         held = torch.arange(first, first + count)

@@ -76,6 +76,11 @@ EXERCISES = [
             "config.head_dim -> config.hidden_size // config.num_heads",
         "the cache has KV heads, and query heads are counted": "context * 2 * kv -> context * 2 * q",
         "the inputs of o are the numbers of this rank's query heads": "q * d * h -> h * h",
+        "q and o are cut: they have this rank's query heads only":
+            "h * (q + 2 * kv) * d + q * d * h -> h * h + h * 2 * kv * d + h * h",
+        "the head is there once, and not in each layer":
+            "layer = attention + -> layer = h * len(shard.vocab) + attention + ;; layer + h * len(shard.vocab)) -> "
+            "layer)",
         "these are numbers, and each has itemsize bytes": " * itemsize -> ",
         "an MLP has three matrices: gate, up and down": "3 * h * columns -> 2 * h * columns",
         "the head is not counted: each rank reads its rows of it": " + h * len(shard.vocab) -> ",

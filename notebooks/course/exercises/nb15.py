@@ -83,7 +83,7 @@ class Toy:
             after = "after call {} computes {} and gives {}, ".format(len(self.calls), *self.calls[-1][::2]) if (
                 self.calls) else ""
             same = len(self.asked[-1]) if self.asked and tokens[:len(self.asked[-1])] == self.asked[-1] else 0
-            raise NotYet(f"{after}guesses are asked for a text whose new tokens are {tokens[same:]}, and {text[same:]} "
+            raise NotYet(f"{after}guesses are asked for a text to which {tokens[same:]} was added, and {text[same:]} "
                          "is right")
         self.asked.append(tokens)
         return list(propose(tokens, self.guesses))

@@ -28,8 +28,7 @@ def position_figure(reports: Mapping, point: str = "layers.0.q_rope", first: int
     figure, axes = picture(9.0, 1.7 + 2.7 * down, nrows=down, ncols=across, squeeze=False)
     every = looks(values)
     for ax, labels in zip(axes.flat, panels):
-        axis = DifferenceAxis(ax, {label: values[label] for label in labels},
-                              {dtype_name(r): r.floor for r in reports.values()})
+        axis = DifferenceAxis(ax, values, {dtype_name(r): r.floor for r in reports.values()})  # one scale for all
         axis.draw({label: every[label] for label in labels})
         ax.set_title(", ".join(labels) if len(panels) > 1 else "", fontsize=11)
         label_differences(ax, reports)

@@ -71,7 +71,7 @@ def _tensors(value, right: torch.Tensor, within: float, dims: str, what: str) ->
     if value.shape != right.shape:
         turned = sorted(value.shape) == sorted(right.shape) and len(set(right.shape)) == right.dim() == len(names)
         whose = f" (yours is [{', '.join(names[list(right.shape).index(n)] for n in value.shape)}])" if turned else ""
-        return f"{what} {list(value.shape)}; {must} {wanted}{whose}"
+        return f"{what} a tensor {list(value.shape)}; {must} {wanted}{whose}"
     if value.dtype != right.dtype:
         return f"{what} {value.dtype}; {right.dtype} {wanted}"
     if right.dim() == 1 and right.numel() <= 20 and not right.is_floating_point():

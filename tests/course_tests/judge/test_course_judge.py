@@ -147,7 +147,7 @@ def test_an_answer_to_no_exercise_is_refused_by_name():
         "return missing?)"),
     (3, None, "3, and None is right"), (Most(130), Most(100), ""), (Most(131), Most(100), "131, and 100 are enough"),
     ({"a": 1}, {"a": 2}, "it returns, for 'a', 1, and 2"), ({"a": 1}, {"b": 1}, "{'a': 1}, and {'b': 1}"),
-    (torch.ones(2, 3), torch.ones(3, 2), "it returns [2, 3]; [row, column] = [3, 2] must come back (yours is "
+    (torch.ones(2, 3), torch.ones(3, 2), "it returns a tensor [2, 3]; [row, column] = [3, 2] must come back (yours is "
                                          "[column, row])"),
     (torch.tensor([0.0, 2]), torch.tensor([0.0, 1]), "1 of 2 numbers is wrong: number 1 is 2, and 1"),
     (torch.tensor([1.00001]), torch.tensor([1.0]), ""), (torch.tensor([1.001]), torch.tensor([1.0]), "is 1.001, and "

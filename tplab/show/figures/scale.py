@@ -63,14 +63,16 @@ class DifferenceAxis:
         return math.log10(value)
 
     def draw(self, looks: dict[str, Look], legend: dict | None = None, joined: bool = True, apart: float = 0.0) -> None:
-        """Draw all lines, the first at the bottom and with the largest marks, so that it shows below the others.
+        """Draw the lines of ``looks``, the first at the bottom and with the largest marks, so that it shows below the
+        others.
 
         A line is broken where it changes lanes. ``legend``: what it says of each line, its label by default.
         ``joined``: whether neighbouring points are connected. ``apart``: sideways distance between the lines' marks.
         """
-        last = len(self.lines) - 1
+        lines = {label: values for label, values in self.lines.items() if label in looks}
+        last = len(lines) - 1
         wider = min(1.5, 4.5 / max(last, 1)) * joined
-        for depth, (label, values) in enumerate(self.lines.items()):
+        for depth, (label, values) in enumerate(lines.items()):
             look = looks[label]
             style = dict(color=look.color, lw=1.7 * joined + wider * (last - depth), marker=look.marker,
                          ms=8 + wider * (last - depth), zorder=3 + depth / 10, mec="white", mew=0.8)
