@@ -69,3 +69,11 @@ def test_top_tokens_mark_where_the_sides_differ():
         reference=torch.tensor([[9.0, 0.0, 0.0], [4.0, 5.0, 0.0]]))
     text = str(show.top_tokens(report, Letters(), k=2))
     assert "'b' 73 %" in text and "✗ 'b' 88 %" in text and "✗ 'c' 12 %" in text
+
+
+@pytest.mark.parametrize("gap, shares", [(20.0, ("100 %", "2.1e-07 %")), (6.0, ("100 %", "0.25 %")),
+                                         (3.0, ("95 %", "4.7 %"))])
+def test_small_probabilities_of_a_token_are_told_from_0(gap, shares):
+    report, logits = make_report(), torch.tensor([[0.0, 0.0, 0.0], [gap, 0.0, -40.0]])
+    report.evidence["logits"] = report.evidence["logits"]._replace(ours=logits, reference=logits)
+    assert [text.split("' ")[1] for text in show.top_tokens(report, Letters(), k=2).frame["tplab"]] == [*shares]

@@ -122,7 +122,7 @@ def top_tokens(report, tokenizer, k: int = 5) -> Table:
         if torch.isnan(logits[-1]).any():
             return ["NaN"] * k
         best = torch.softmax(logits[-1].double(), -1).topk(k)
-        return [f"{tokenizer.decode([token])!r} {100 * p:.2g} %"
+        return [f"{tokenizer.decode([token])!r} {100 * p:{'.0f' if p > 0.1 else '.2g'}} %"
                 for p, token in zip(best.values.tolist(), best.indices)]
 
     theirs, ours = column(report.hf_logits), column(report.tp_logits)

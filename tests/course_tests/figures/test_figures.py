@@ -138,6 +138,9 @@ def test_bars_are_as_long_as_their_numbers_and_positions_are_relative_to_hugging
     ax = figures.position_figure({"a": positions(ours)}).axes[0]
     at = {x: y for line in ax.get_lines() if line.get_marker() == "^" for x, y in zip(*line.get_data())}
     assert [at[x] for x in (1, 2, 3, 4)] == pytest.approx([-2, -1, 0, 1]) and at[0] < -2
+    panels = figures.position_figure({"a": positions(ours), "b": positions(ours + 1), "c": positions(ours + 9)}).axes
+    assert len({(panel.get_ylim(), tuple(panel.get_yticks())) for panel in panels[:3]}) == 1, "panels on unlike scales"
+    assert [len([line for line in panel.get_lines() if len(line.get_xdata()) > 2]) for panel in panels[:3]] == [1] * 3
 
 
 def test_a_roof_is_a_slope_then_a_ceiling():
@@ -161,6 +164,8 @@ def test_a_rank_that_waits_is_hatched_and_one_that_does_not_come_is_dashed():
     outer = ValueError("the engine's own")
     outer.__cause__ = LOST
     assert figures.op_logs(outer).alt_text == figure.alt_text
+    key = " ".join(figure.get_supxlabel().split())
+    assert key == "green: done together; orange, hatched: waits; dashed: never came; ≠: the first difference"
 
 
 def test_ranks_that_meet_in_different_collectives_call_and_do_not_wait():

@@ -21,7 +21,7 @@ from course.cases.sealed import CaseError
 from course.judge import exercise, progress_file
 from course.judge.words import NotYet
 from course.lab.batch import FOLDER
-from tplab.align import AlignError, Diagnosis, floors
+from tplab.align import AlignError, Diagnosis, floors, hf_greedy
 from tplab.checkpoint import open_checkpoint
 from tplab.patch import applied, original
 
@@ -125,6 +125,12 @@ def test_runs_are_counted_and_end(ckpt, capsys):
         case.align()
     assert "Budget: 0 of 8 runs are left." in str(case) and nothing_is_patched()
     assert "Budget: 8 runs." in str(lesson.open_case(1, ckpt))
+
+
+def test_generate_runs_on_another_number_of_ranks(ckpt):
+    case = lesson.open_case(1, ckpt)
+    alone, two = (case.generate(max_tokens=8, tensor_parallel_size=size, logical=True)[0] for size in (1, 2))
+    assert alone == hf_greedy(ckpt, case.trial.prompts[0], 8) != two and case.runs_left == 6
 
 
 def test_what_cannot_be_opened_is_said(ckpt):

@@ -13,8 +13,8 @@ class DifferenceAxis:
     """Draws lines of relative differences on one matplotlib axes.
 
     ``lines``: ``{label: values}``; NaN is drawn in the upper lane, called ``lost``, 0 in the lower one; None is not
-    drawn. ``floors``: ``{dtype name: relative floor}``, drawn as bands. Everything is
-    drawn at ``log10`` of its value, on a linear axis whose ticks are written as powers of ten.
+    drawn. ``floors``: ``{dtype name: relative floor}``, drawn as bands. Everything is drawn at ``log10`` of its value,
+    on a linear axis whose ticks are written as powers of ten.
     """
 
     def __init__(self, ax, lines: dict[str, Sequence[float]], floors: dict[str, float], lost: str = "NaN"):
