@@ -26,6 +26,8 @@ def place_called(name, known: Sequence[str]) -> str:
     """The place of that name; NotYet if there is none."""
     if name in (*known, NOWHERE):
         return name
+    if str(name).startswith("layers.") or name in ("embed", "norm", "logits"):
+        raise NotYet(f"{name!r} is a trace point; name the function that computes it (search tplab/model for point()")
     meant = did_you_mean(str(name), known) or "."
     raise NotYet(f"there is no function {name!r} in the engine's core{meant} If the engine is right, say "
                  f"{NOWHERE!r}.")

@@ -27,7 +27,7 @@ def fixed(config, tensor_parallel_size):
     return f"this model's RoPE ({', '.join(sorted(anew))}) is made anew for each text" if anew else ""
 
 
-def user_output(ckpt, ranks):
+def user_output(ckpt, ranks, prompts):
     text = check_prompts(ckpt, ["One warm morning she went to the market. " * 40])[0]
     lines = []
     for count in (12, 48, 190):

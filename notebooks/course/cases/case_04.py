@@ -53,6 +53,7 @@ CASE = CaseFile(
         "QKVParallelLinear.split_heads": "it cuts at the heads, and each head is in the right place",
         "RowParallelLinear.load": "o_proj and down_proj are right: every partial fits its input",
     },
+    not_what={"a part is used as if it were the whole": "each scale is right, for a row: whose row?"},
     hints=("report.local[\"layers.0.q\"].guilty lists the ranks on which a point is guilty: which rank is right?",
            "On a guilty rank divide q by the right q, feature by feature: the quotient is the same for all "
            "tokens.",

@@ -34,7 +34,7 @@ def trials(take):
             Trial("a text of 21 tokens, then one that goes on from it", chat(21, 9), 4, {"one_by_one": True}))
 
 
-def user_output(ckpt, ranks):
+def user_output(ckpt, ranks, prompts):
     from tplab import LLM, SamplingParams
 
     (ids, *_) = check_prompts(ckpt, ["One warm morning she went to the market, and there she met an old friend."])

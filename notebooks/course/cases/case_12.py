@@ -4,7 +4,6 @@ import secrets
 
 from course.cases.case_file import Bug, CaseFile, Trial, edited, engines_own
 from tplab import patch
-from tplab.align.run import check_prompts
 
 my_keys = engines_own("BlockTable.extend_keys")
 
@@ -34,14 +33,13 @@ def trials(take):
                   {"max_num_batched_tokens": 16}))
 
 
-def user_output(ckpt, ranks):
+def user_output(ckpt, ranks, prompts):
     from tplab import LLM, SamplingParams
 
-    (ids, *_) = check_prompts(ckpt, ["One warm morning she went to the market, and there she met an old friend."])
     params, hits = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), []
     with patch.applied(*CASE.patches), LLM(ckpt, ranks, block_size=4, logical=True) as llm:
-        for tail in (ids[:5], ids[5:9], ids[3:8]):
-            output = llm.generate([(ids * 3)[:24] + tail], params, use_tqdm=False)[0]
+        for prompt in prompts:
+            output = llm.generate([prompt], params, use_tqdm=False)[0]
             hits.append(f"{output.metrics.prefix_hit_tokens} of {output.metrics.num_prompt_tokens}")
     return "Three prompts with the same 24 tokens in front, one after the other. Found in the prefix cache: " + \
         ", ".join(hits) + "."

@@ -123,8 +123,9 @@ def _run(case, trial: Trial, patches, size: int, logical: bool = False) -> Align
     if not (diagnosis.ok or only_rounding):
         # What its own bug is called would spare the learner the price of the diagnosis.
         is_told = diagnosis.fault and not {bug.fault for bug in case._file.bugs}.intersection(diagnosis.names)
+        seen = next((words for words in diagnosis.sentence.split(". ") if words.startswith("At ")), "").rstrip(".")
         raise NotYet(f"it is as with a known bug: {diagnosis.sentence}" if is_told else _OTHERWISE.get(
-            diagnosis.point, f"{diagnosis.point} is not what it should be"))
+            diagnosis.point, seen or f"{diagnosis.point} is not what it should be"))
     most = trial.options.get("max_num_batched_tokens")
     if most and (largest := max(map(computed_in, report.decode.steps))) > most:
         raise NotYet(f"the numbers are right, but a step computes {largest} tokens, and max_num_batched_tokens is "

@@ -124,7 +124,7 @@ class OpenCase:
     def show(self) -> None:
         """Print the run as its user saw it: what Hugging Face writes, and what this engine does. Costs nothing."""
         if self._file.user_output is not None:
-            print(in_width(self._file.user_output(self.checkpoint, self.tensor_parallel_size), ""))
+            print(in_width(self._file.user_output(self.checkpoint, self.tensor_parallel_size, self._asked()), ""))
             return
         asked, decode = self._asked(), self.checkpoint.tokenizer().decode
         count = max(_NEW, self.trial.new_tokens)
@@ -156,8 +156,8 @@ class OpenCase:
         print(in_width(next(self._hints, "There are no more hints."), "  "))
 
     def choices(self) -> None:
-        """Print what *what* can be, and *why* once *where* is right: any function of the engine's core, such as
-        ``attend``."""
+        """Print what *what* can be, and *why* once *where* is right. *Where* can be any function of the engine's core,
+        such as ``attend``."""
         print(choices(self._file, self._is_found))
 
     def close(self, where: str | Sequence[str] = "", what: str | Sequence[str] = "", why: str = "",

@@ -93,6 +93,8 @@ EXERCISES = [
             "return all_reduce(summand) -> return all_reduce(summand) if any(e in ids for e in experts) else summand"),
         "ids count the experts of the whole model, not those of this rank: which expert is the first one here?":
             "ids == expert -> ids == local",
+        "ranks need not hold equally many experts: the first one here is experts[0]":
+            "ids == expert -> ids == local + len(experts) * rank()",
         "no weight is in it: each expert's output is multiplied by its weight": " * weights[rows, place, None] -> ",
         "gate and up are exchanged: which half of gate_up goes through silu?": "gate, up = -> up, gate =",
         "gate and up are both put through silu; only gate is": "F.silu(gate) * up -> F.silu(gate) * F.silu(up)",

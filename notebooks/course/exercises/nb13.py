@@ -246,6 +246,8 @@ EXERCISES = [
        "behind it, it takes the place of the engine's all_reduce", passed, reduced_by, in_the_engine,
              dims="row, hidden", alone=ALONE),
     Exercise("13", my_sequence_parallel_layer, toys, {
+        "the residual of attention is missing": f"own = own + {_ATTENDS} -> own = {_ATTENDS}",
+        "the residual of the MLP is missing": f"return own + {_MLP} -> return {_MLP}",
         "a residual is in it once for every rank: is it added before the sum?": (
             f"own + {_ATTENDS} -> {_ATTENDS.replace('attention(', 'all_gather(own, 0, sizes) + attention(')}",
             f"own + {_MLP} -> {_MLP.replace('mlp(', 'all_gather(own, 0, sizes) + mlp(')}"),

@@ -163,6 +163,7 @@ FILE = replace(CASES["case_01"], bugs=BUGS, why={"right": "", "it is slow": "it 
     ("mask_scores", "mask_scores: yes, and that is not all: with this alone mended the engine is still wrong (1 more"),
     (["mask_scores", "attend"], "not attend: it attends to what it gets (mask_scores: yes)"),
     ("nowhere", "not nowhere: the engine is not right"), (torch.ones(2), "there is no function tensor([1., 1.])"),
+    ("layers.0.mlp_act", "is a trace point; name the function that computes it"),
     ("Linear.reduce", "there is no function 'Linear.reduce'"), (3, "there is no function 3"),
     ("DecoderLayer.forward", "not DecoderLayer.forward: what it does with its inputs is right")])
 def test_where(where, says):
@@ -276,6 +277,9 @@ def test_rows_may_be_read_twice_and_not_whole_tensors(scales, says, ckpt, monkey
     (Diagnosis(None, "fine"), ""),
     (Diagnosis("other", "another bug", "layers.0.q"), "it is as with a known bug: another bug"),
     (Diagnosis("missing", "the sum is missing", "layers.0.mlp"), "layers.0.mlp is not what it should be"),
+    (Diagnosis("missing", "A sum is missing. At layers.0.mlp, 3 of 9 rows differ, by up to 0.8 times a row's largest "
+               "value. The lab's engine gives the same.", "layers.0.mlp"),
+     "At layers.0.mlp, 3 of 9 rows differ, by up to 0.8 times a row's largest value"),
     (Diagnosis(None, "who knows", "layers.0.q"), "layers.0.q is not what it should be")])
 def test_its_own_bugs_name_is_not_given_away(found, says, monkeypatch):
     monkeypatch.setattr(repairing, "diagnose", lambda report: found)
