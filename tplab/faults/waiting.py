@@ -15,7 +15,7 @@ def read_before_wait(self, partial: torch.Tensor) -> torch.Tensor:
 
 
 def buffer_reused(self, partial: torch.Tensor) -> torch.Tensor:
-    first, second = partial.chunk(2, dim=-1)                   # in two parts, through one buffer
+    first, second = partial.chunk(2, dim=-1)                   # two parts, added up one after the other
     buffer = first.clone()
     work = all_reduce(buffer, async_op=True)                   # the first part's sum is started ...
     buffer[:, :second.shape[1]] = second                       # ... and its buffer gets the second part

@@ -150,7 +150,9 @@ EXERCISES = [
             "[rows -> [:, rows", "[rows.start:rows.stop] -> [:, rows.start:rows.stop].T",
             "[rows.start:rows.stop] -> [:].reshape(source.shape[::-1])[:, rows.start:rows.stop].T",
             f"{_CUT} -> {_CUT} if len(source.shape) == 1 else source[:, rows.start:rows.stop]",
-            f"{_CUT} -> {_CUT} if len(source.shape) == 1 else source[:, rows.start:rows.stop].T"),
+            f"{_CUT} -> {_CUT} if len(source.shape) == 1 else source[:, rows.start:rows.stop].T",
+            f"{_CUT} -> {_CUT} if len(source.shape) == 1 else "
+            "source[:].reshape(source.shape[::-1])[:, rows.start:rows.stop].T"),
         "the rows are right, and all of the source was read for them: slice the source itself": "[rows -> [:][rows",
     }, SHARDS, of_a_rank, at("tplab.shard.linear.column_shard", "tplab.shard.embedding.column_shard"), in_the_engine,
              within=0, dims="row, column", place="cuts rows out of a weight", alone=ALONE),
@@ -160,6 +162,8 @@ EXERCISES = [
             "zip(sources, ranges) -> zip([torch.cat([s[:] for s in sources])], "
             "[range(ranges[0].start, ranges[0].start + sum(map(len, ranges)))])",
         "the rows are right, and all of the sources was read for them": "[rows -> [:][rows",
+        "the rank's offset is divided by the number of ranks once more":
+            "rows.start:rows.stop -> rows.start // world_size():rows.start // world_size() + len(rows)",
         "the first rows of each source come back": "rows.start:rows.stop -> :len(rows)",
         "the pieces are right, and stand in another order than the sources":
             "torch.cat(pieces) -> torch.cat(pieces[::-1])",
@@ -169,7 +173,8 @@ EXERCISES = [
         (8, 2, 2), (8, 2, 4), (9, 3, 2), (8, 2, 3), (14, 2, 3), (6, 6, 4), (15, 5, 2), (6, 1, 4), (32, 8, 3))], {
         "what the division leaves over is on no rank":
             "r * num_heads // tensor_parallel_size -> r * (num_heads // tensor_parallel_size)",
-        "in yours, no two ranks share a KV head: which ones do a rank's query heads read, its last one included?": (
+        "no two ranks share a KV head, or a rank has none: which ones do its query heads read, the last one "
+        "included?": (
             f"{_READ} -> range(rank * num_kv_heads // tensor_parallel_size, "
             "(rank + 1) * num_kv_heads // tensor_parallel_size)",
             "r * num_heads // tensor_parallel_size -> r * (num_heads // tensor_parallel_size) ;; "

@@ -150,12 +150,12 @@ def at_random(cls, num_blocks):
             result, raised = None, type(error).__name__
         if is_unused:
             yield f"{after}, of a block without users, raises", raised, "ValueError"
+        elif what == "allocate" and 0 not in users:
+            yield f"{after} while no block is free gives", f"a {raised}" if raised else result, None
         else:
             yield f"{after} raises a ValueError", raised == "ValueError", False
         if what == "allocate":
-            if 0 not in users:
-                yield f"{after} while no block is free gives", result, None
-            else:
+            if 0 in users:
                 free = [number for number, count in enumerate(users) if not count]
                 fits = type(result) is int and result in free
                 yield f"{after} gives {kind(result, 'it gives')}, though the free blocks are {free}", not fits, False
@@ -215,7 +215,9 @@ EXERCISES = [
             "cache.flatten(0, 1) -> cache[block_ids].flatten(0, 1) ;; "
             "block_ids[position // size] * size + position % size -> position"),
         "the keys are one slot too early: the first new one stands at position start":
-            "flat[slots[start:]] = new -> flat[[slot - 1 for slot in slots[start:]]] = new",
+            ("flat[slots[start:]] = new -> flat[[slot - 1 for slot in slots[start:]]] = new",
+             "flat[slots[start:]] = new -> flat[[block_ids[(p - 1) // size] * size + (p - 1) % size "
+             "for p in range(start, start + len(new))]] = new"),
         "the next slot can be in another block: ask the table for each position": (
             "flat[slots[start:]] = new -> flat[slots[start]:slots[start] + len(new)] = new",
             "block_ids[position // size] * size + position % size -> block_ids[0] * size + position"),

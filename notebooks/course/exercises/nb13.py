@@ -220,6 +220,10 @@ EXERCISES = [
             f"{_WAITS}    return torch.cat(sums) ->     out = torch.cat(sums)\n{_WAITS}    return out",
         "each sum is waited for before the next product, so nothing is computed while it is under way":
             "async_op=True)) -> async_op=True)); works[-1].wait()",
+        "all products are computed before the first sum starts":
+            "        works.append(all_reduce(sums[-1], async_op=True))\n ->     works = [all_reduce(one, "
+            "async_op=True) for one in sums]\n",
+        "parts is not used: x is not cut": "x.chunk(parts) -> [x]",
         "the outputs are cut, and the tokens are to be cut":
             "x.chunk(parts) -> weight.chunk(parts) ;; rows @ weight.T -> x @ rows.T ;; cat(sums) -> cat(sums, -1)",
         "the tokens that the division leaves over are in no part":
@@ -230,6 +234,11 @@ EXERCISES = [
     Exercise("13", my_reduce_scatter, summands, {
         "each rank returns its own summand of its rows: where are the others' added?":
             "range(len(sizes) - 1) -> range(0) ;; rank() - 1 -> rank()",
+        "one message too many: after one for each other rank, all summands are in":
+            "range(len(sizes) - 1) -> range(len(sizes))",
+        "the last summand, this rank's own, is missing":
+            "summed = pass_on(summed) + rows[at % len(sizes)] -> summed = pass_on(summed) + (step < len(sizes) - 2) * "
+            "rows[at % len(sizes)]",
         "pass_on gives what the rank before has sent: which of your rows belong to what arrives?":
             "at -= 1 -> at += 1 ;; rank() - 1 -> rank() + 1",
         "your own rows are added to whatever arrives: which rows are these?":
