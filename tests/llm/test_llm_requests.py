@@ -126,7 +126,7 @@ def test_parameters_at_the_edge_of_what_is_allowed(good):
     ({"temperature": 0, "top_p": 0.5, "top_k": 3}, "contradicts top_k and top_p; leave top_k and top_p out"),
 ], ids=quoted)  # fmt: skip
 def test_parameters_that_cannot_be(wrong, message):
-    with pytest.raises(RequestError, match=message) as caught:
+    with pytest.raises(RequestError, match=message or None) as caught:
         SamplingParams(**wrong)
     assert any(name in str(caught.value) for name in wrong)
 
