@@ -109,11 +109,11 @@ def names(cell):
 
 
 def is_run_again(cell):
-    """Of the cases, which are all of one form, two are enough: notebook 11 solves each on two ranks, and
-    tests/course_tests/judge/test_case_files.py runs each solution's text."""
+    """Of the cases, which are all of one form, one is enough: tests/course_tests/judge/test_case_files.py solves each,
+    and runs each solution's text."""
     tags = cell.metadata.get("tags", [])
     return cell.cell_type == "code" and "measured" not in tags and (
-        "case" not in tags or cell.id.startswith(("case_01", "case_02")))
+        "case" not in tags or cell.id.startswith("case_01"))
 
 
 def solving(notebook):

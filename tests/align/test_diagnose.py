@@ -108,7 +108,7 @@ def test_the_same_mistake_in_other_code_is_named_and_a_near_miss_is_not(models, 
     found = report.diagnoses
     assert found and all(name in one.names for one in found), report.diagnosis_lines()
     assert "Looked for" not in str(found[0]) and str(found[0]).count(f"At {found[0].point}, ") == 1
-    if at % (3 if turns.ALL else 6) or name in ("low_precision", "weight_not_loaded", "mask_inverted"):
+    if at % (3 if turns.ALL else 9) or name in ("low_precision", "weight_not_loaded", "mask_inverted"):
         return  # digits, zeros and NaN have no near miss
     off = with_point(report, found[0].point, lambda x: x + 8 * report.floor * x.abs().max() * noise(x))
     assert diagnose(off).fault is None, diagnose(off)
@@ -129,14 +129,14 @@ def test_in_bfloat16(models, words):
 PARTS = [(words, ("prefill", "decode", "rank 1")[at % 3]) for at, words in enumerate(VARIANTS) if ".load" not in
          VARIANTS[words][1][0].target and "__init__" not in VARIANTS[words][1][0].target
          and VARIANTS[words][0] not in ("all_reduce_subset", "all_reduce_average", "ids_shifted", "wrong_layer")]
-PARTS = PARTS[::1 if turns.ALL else 2]
+PARTS = PARTS[::1 if turns.ALL else 4]
 
 
 @pytest.mark.parametrize("words, scope", PARTS)
 def test_in_one_part_of_a_run_only(models, words, scope):
     """A mask, a cache and a sum over queries have nothing to hide or to mix where one token is alone."""
     name, patches = VARIANTS[words]
-    found = align_decode(models("llama"), prompts(67), new_tokens=4, logical=True,
+    found = align_decode(models("llama"), prompts(67), new_tokens=2, logical=True,
                          patches=only(patches, scope)).diagnoses
     if not found:
         assert name == "cross_sequence_attention" or scope == "decode" and name in ("mask_misused", "softmax_dim")
@@ -261,7 +261,7 @@ def lost_at(point, row, value, decoding):
     ("attn", -1, math.inf, False, 1), ("o_proj", 0, math.inf, True, 2), ("mlp", 0, math.nan, True, 3),
     ("v", 5, math.inf, False, 2), ("attn", 0, math.nan, True, 2)])
 def test_a_row_of_nan_has_its_place_and_no_name(models, point, row, value, decoding, tp):
-    report = align_decode(models("llama"), prompts(67), new_tokens=4, tensor_parallel_size=tp, logical=True,
+    report = align_decode(models("llama"), prompts(67), new_tokens=2, tensor_parallel_size=tp, logical=True,
                           patches=lost_at(point, row, value, decoding))
     found = report.diagnoses
     assert found[0].point == f"layers.1.{point}" and not [one.fault for one in found if one.fault], found
@@ -332,7 +332,7 @@ def test_scales_of_a_cache_in_fp8_that_are_not_read_are_named(models, what, scal
 
 @pytest.mark.parametrize("at, name", [*enumerate(["llama", "Qwen2-MoE with a window"])])
 def test_a_bug_shows_the_same_in_a_layer_that_was_loaded_without_it(models, at, name, monkeypatch):
-    """A replay loads a layer once, and again only for bugs of loading. Of the bugs, each model has every fourth one."""
+    """A replay loads a layer once, and again only for bugs of loading. Of the bugs, each model has every eighth one."""
     class Everything:
         def __contains__(self, target):
             return True
@@ -340,7 +340,7 @@ def test_a_bug_shows_the_same_in_a_layer_that_was_loaded_without_it(models, at, 
     report = broken(models(name), [fault("all_reduce_missing")], prompts(67))
     for point in ("layers.1.output", "logits"):
         made = report.judge.made(point)
-        for bug in report.judge.bugs[at::2 if turns.ALL else 4]:
+        for bug in report.judge.bugs[at::2 if turns.ALL else 8]:
             kept, anew = outcomes(report.judge, point, bug, monkeypatch, Everything())
             assert kept == anew, bug.title
         assert report.judge.made(point) is made

@@ -44,7 +44,8 @@ def two():
         yield pool
 
 
-@pytest.mark.parametrize("name, dtype", by_turns([*MODELS], ["float32", "bfloat16"]))
+@pytest.mark.parametrize("pool, name, dtype", by_turns([1, 2, 3], [*MODELS], ["float32", "bfloat16"], least=12),
+                         indirect=["pool"])
 def test_ends_are_as_close_to_float64_as_the_reference(tmp_path, pool, name, dtype):
     """Chunks of prompts and single tokens of three sequences: hidden states, logits, keys and values."""
     report = align_fast(str(make_checkpoint(tmp_path, **MODELS[name])), PROMPTS, dtype=dtype,

@@ -4,6 +4,7 @@
 import time
 
 import pytest
+from helpers import turns
 from helpers.faults import case_checkpoint, models_where, nothing_is_patched, over_floor, prompts
 
 from tplab.align import align, align_decode, diagnose
@@ -43,7 +44,7 @@ def test_it_shows_where_it_says_and_is_named(at, name, tmp_path):
     assert nothing_is_patched()
 
 
-@pytest.mark.parametrize("name", [name for name in DECODE if fault(name).first_point != "error"])
+@pytest.mark.parametrize("name", [name for name in DECODE if fault(name).first_point != "error"][:: 2 - turns.ALL])
 def test_on_one_rank_it_shows_exactly_where_it_names_no_reason_against_it(name):
     ckpt = case_checkpoint("fable", None)
     diagnosis = diagnose(run(name, ckpt, 1, [fault(name)], logical=True))
@@ -51,8 +52,7 @@ def test_on_one_rank_it_shows_exactly_where_it_names_no_reason_against_it(name):
 
 
 @pytest.mark.parametrize("at, name", [*enumerate((
-    "nan_mask", "no_mask", "rope_missing", "all_reduce_missing", "head_random", "vocab_offset", "kv_first_rows",
-    "repeated_kv_stored"))])
+    "no_mask", "rope_missing", "all_reduce_missing", "vocab_offset", "repeated_kv_stored"))])
 def test_faults_of_the_forward_pass_show_on_the_decode_path_too(at, name, tmp_path):
     ((ckpt, tp),) = models_where(name, at, tmp_path, RUN)
     report = run(name, ckpt, tp, [fault(name)], logical=True)

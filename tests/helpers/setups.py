@@ -6,6 +6,7 @@ import torch
 from helpers.third_party import FastLike, HfLike, VllmLike
 from helpers.third_party_parts import Core, Matrix, Rotary, all_share, planned
 from helpers.third_party_runs import TEXTS, batch_calls, flat_calls, run
+from helpers.turns import by_turns
 from torch import nn
 from torch.nn import functional as F
 
@@ -271,7 +272,8 @@ def padded(total, count, rank):
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 SETUPS = {
     **{f"{size} ranks, {engine.__name__}": Set(engine, calls, options=dict(size=size))
-       for engine, calls in ((VllmLike, FLAT), (HfLike, LINES), (FastLike, LINES)) for size in (1, 2, 3, 4)},
+       for (engine, calls), size in by_turns(((VllmLike, FLAT), (HfLike, LINES), (FastLike, LINES)), (1, 2, 3, 4),
+                                             least=6)},
     "uneven heads": Set(VllmLike, FLAT, shape="uneven", options=dict(size=3)),
     "replicated KV heads": Set(VllmLike, FLAT, shape="uneven", options=dict(size=4)),
     "norms of q and k": Set(VllmLike, FLAT, shape="normed"),

@@ -24,8 +24,14 @@ def refused(function, *args) -> str:
 
 
 def no_runs(take, longest) -> tuple:
-    """For ``repairing.usual``: with the right repair every case's engine is the lab's own, and one case makes them."""
+    """For ``repairing.usual``."""
     return ()
+
+
+def fewer_runs(case: OpenCase):
+    """On the case's own number of ranks, and without the usual runs: with the right repair every case's engine is the
+    lab's own, and one case makes them all."""
+    return mock.patch.multiple(repairing, usual=no_runs, RANKS=(case.tensor_parallel_size,))
 
 
 class Solved:
@@ -48,7 +54,7 @@ class Solved:
         # By turns: of two false repairs, or of one in every second case.
         some = self.file.false_repairs
         false_repairs = some if turns.ALL else some[self.file.number % max(2, len(some))::len(some)]
-        with nullcontext() if turns.ALL or self.file.number == 1 else mock.patch.object(repairing, "usual", no_runs):
+        with nullcontext() if turns.ALL or self.file.number == 1 else fewer_runs(case):
             self.repair = refused(repairing.examine, case, self.file.repair, seed)
         self.hidden = [refused(repairing.examine, case, one, seed) for one in false_repairs]
 

@@ -68,8 +68,11 @@ class OpLog:
     """A ring of the last `RECORDS` collectives of one rank, over `LOG_BYTES` bytes of memory."""
 
     def __init__(self, memory=None):
-        # numpy's zeros take no time: memory is cleared where a record is written.
-        self.memory = memoryview(np.zeros(LOG_BYTES, np.uint8)) if memory is None else memory
+        if memory is None:
+            # The files, most of it, are not cleared: that of a record without a number is not used.
+            memory = np.empty(LOG_BYTES, np.uint8)
+            memory[:_FILES_AT] = 0
+        self.memory = memoryview(memory)
         self.seq = 0
         self.at = 0
         self._files = {}  # name: as bytes; None for machinery

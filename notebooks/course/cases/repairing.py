@@ -16,6 +16,7 @@ from tplab.checks import counted
 from tplab.patch import PatchError
 
 _SMALL = 1 << 20  # weights of a matrix; smollm2's largest have 885,000
+RANKS = (1, 2, 3, 4)  # numbers of ranks that a repair must be right on
 # Points of a run that no tensor shows.
 _OTHERWISE = {"steps": "the numbers are right, but tokens are computed that need not be",
               "drawn": "the logits are right, but the tokens that are drawn are not the most probable ones",
@@ -85,7 +86,7 @@ def _in_the_engine(case, repair: Mapping[str, Callable], seed: int) -> str:
     except NotYet as wrong:
         raise NotYet(f"the reported run is not right yet: {wrong}") from None
     longest = case.checkpoint.config.max_position_embeddings
-    sizes = [size for size in range(1, 5) if size <= case.checkpoint.config.num_heads]
+    sizes = [size for size in RANKS if size <= case.checkpoint.config.num_heads]
     sizes.sort(key=lambda size: (size != case.tensor_parallel_size, -size))
     for at, size in enumerate(sizes):
         take = unseen(case.checkpoint, seed + at)
