@@ -38,12 +38,14 @@ MODELS = {
 def models(tmp_path_factory):
     opened = {}
 
-    def get(name):
-        if name not in opened:
+    def get(name, bug=""):
+        """``bug``: on one layer, where it needs no second one."""
+        key = name, 2 if bug in ("", "wrong_layer") else 1
+        if key not in opened:
             folder = tmp_path_factory.mktemp("models") / "m"
-            opened[name] = open_checkpoint(make_checkpoint(folder, layers=2, seed=7, **MODELS[name])
-                                           if name in MODELS else make_model(folder, **TRAITS[name]))
-        return opened[name]
+            opened[key] = open_checkpoint(make_checkpoint(folder, layers=key[1], seed=7, **MODELS[name])
+                                          if name in MODELS else make_model(folder, **TRAITS[name]))
+        return opened[key]
     return get
 
 
@@ -89,7 +91,7 @@ ANYWHERE = sorted({probe.name for probe in probes(open_checkpoint("fable").confi
 @pytest.mark.parametrize("at, name", list(enumerate(ANYWHERE)))
 def test_a_probe_names_itself(models, at, name):
     """On two and three ranks by turns."""
-    model, tp = models("llama"), 2 + at % 2
+    model, tp = models("llama", name), 2 + at % 2
     report = broken(model, names_of(model)[name].patches, tp=tp)
     assert report.diagnoses and all(name in one.names for one in report.diagnoses), report.diagnosis_lines()
 
@@ -104,7 +106,7 @@ def test_a_probe_of_the_cache_names_itself(models, name):
 @pytest.mark.parametrize("at, words", list(enumerate(VARIANTS)))
 def test_the_same_mistake_in_other_code_is_named_and_a_near_miss_is_not(models, at, words):
     name, patches = VARIANTS[words]
-    report = broken(models("square" if "rank 0" in words else "llama"), patches)
+    report = broken(models("square" if "rank 0" in words else "llama", name), patches)
     found = report.diagnoses
     assert found and all(name in one.names for one in found), report.diagnosis_lines()
     assert "Looked for" not in str(found[0]) and str(found[0]).count(f"At {found[0].point}, ") == 1
@@ -121,7 +123,7 @@ IN_BFLOAT16 = [words for words, (name, _) in VARIANTS.items() if name not in (
 @pytest.mark.parametrize("words", IN_BFLOAT16[::1 if turns.ALL else 5])
 def test_in_bfloat16(models, words):
     name, patches = VARIANTS[words]
-    report = broken(models("square" if "rank 0" in words else "llama"), patches, dtype="bfloat16")
+    report = broken(models("square" if "rank 0" in words else "llama", name), patches, dtype="bfloat16")
     assert name in diagnose(report).names, diagnose(report)
 
 
