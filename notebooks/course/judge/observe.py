@@ -5,6 +5,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -43,6 +44,7 @@ class Outcome:
     error: str = ""
     kind: str = ""  # "raised ValueError", "waiting", "running"; of NotYet its words; the empty string without an error
 
+    @cached_property  # every known mistake is compared with it
     def wrong(self) -> list[tuple[int, Seen, str]]:
         """Of each rank the first thing seen that is not as it must be: the rank, that, and how it differs. What was
         seen earliest comes first: the rest may follow from it."""
@@ -55,11 +57,11 @@ class Outcome:
         return [(r, seen, says) for _, r, seen, says in sorted(wrong, key=lambda first: first[:2])]
 
     def is_right(self) -> bool:
-        return not self.kind and not self.wrong()
+        return not self.kind and not self.wrong
 
     def same(self, other: "Outcome") -> bool:
         """Whether the first thing that is wrong is the same one of two answers, on every rank."""
-        mine, theirs = self.wrong(), other.wrong()
+        mine, theirs = self.wrong, other.wrong
         return self.kind == other.kind and len(mine) == len(theirs) and all(
             r == s and a.what == b.what and alike(a.value, b.value, self.exercise.within)
             for (r, a, _), (s, b, _) in zip(mine, theirs))

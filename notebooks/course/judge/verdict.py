@@ -134,7 +134,7 @@ def described(mine: Outcome, example: Example) -> list[str]:
     if mine.kind:
         lines = mine.error.splitlines()
         return lines + [f"It was called with {called_with}"] * (CALLED not in mine.error and len(lines) < 3)
-    wrong = sorted(mine.wrong(), key=lambda rank: rank[1].what == COLLECTIVES)
+    wrong = sorted(mine.wrong, key=lambda rank: rank[1].what == COLLECTIVES)
     _, seen, says = wrong[0]
     ranks = ranks_in_words([r for r, other, theirs in wrong if other.what == seen.what and theirs == says],
                            example.ranks)
