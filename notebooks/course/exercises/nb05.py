@@ -242,6 +242,10 @@ EXERCISES = [
             "self.users[block] += 1 -> self.users[block] += bool(self.users[block])",
         "allocate() does not count the first user of its block": "self.users[block] = 1 -> pass",
         "allocate() returns no block: is a return missing?": "return block -> ",
+        "a block that share() took is still in your list of free blocks":
+            "* num_blocks -> * num_blocks; self.free = [*range(num_blocks)] ;; 0 not in self.users -> not self.free ;; "
+            "self.users.index(0) -> self.free.pop(0) ;; self.users[block] -= 1 -> self.users[block] -= 1; "
+            "self.users[block] or self.free.append(block)",
         "a released block is not given again":
             "0 not in self.users -> getattr(self, 'given', -1) + 1 == len(self.users) ;; "
             "block = self.users.index(0) -> block = self.given = getattr(self, 'given', -1) + 1",
