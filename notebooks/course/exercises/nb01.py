@@ -65,7 +65,7 @@ def fires(answer, tensor, name):
     yield f"{its_message}the name of the tensor, {name!r}", name in message, True
     yield f"{its_message}the shape, [{sizes}]", sizes in message, True
     numbers = [(float(text), bool(sign)) for text, sign in re.findall(r"(-?\d+(?:\.\d+)?(?:e-\d+)?) ?(%?)", message)]
-    yield f"{its_message}how much is lost, {100 * share:.2g} %", any(
+    yield f"{its_message}how much is lost, {100 * share:.2g} % or {count}", any(
         abs(number - 100 * share) < 0.6 or not percent and (number == count or abs(number - share) < 6e-3)
         for number, percent in numbers), True
 
