@@ -30,9 +30,10 @@ MODELS = {
     "one KV head": {"model_type": "mistral", "heads": 6, "kv_heads": 1, "hidden": 48, "inter": 130, "layers": 1},
 }
 PROMPTS = [[(7 * i + j) % 60 + 1 for i in range(length)] for j, length in enumerate([11, 40, 23])]
+SIZES = [1, 2, 3]  # numbers of ranks
 
 
-@pytest.fixture(scope="module", params=[1, 2, 3])
+@pytest.fixture(scope="module", params=SIZES)
 def pool(request):
     with RankPool(request.param) as pool:
         yield pool
@@ -44,7 +45,7 @@ def two():
         yield pool
 
 
-@pytest.mark.parametrize("pool, name, dtype", by_turns([1, 2, 3], [*MODELS], ["float32", "bfloat16"], least=12),
+@pytest.mark.parametrize("pool, name, dtype", by_turns(SIZES, [*MODELS], ["float32", "bfloat16"], least=12),
                          indirect=["pool"])
 def test_ends_are_as_close_to_float64_as_the_reference(tmp_path, pool, name, dtype):
     """Chunks of prompts and single tokens of three sequences: hidden states, logits, keys and values."""

@@ -52,7 +52,8 @@ def test_on_one_rank_it_shows_exactly_where_it_names_no_reason_against_it(name):
 
 
 @pytest.mark.parametrize("at, name", [*enumerate((
-    "no_mask", "rope_missing", "all_reduce_missing", "vocab_offset", "repeated_kv_stored"))])
+    "no_mask", "rope_missing", "all_reduce_missing", "vocab_offset", "repeated_kv_stored",
+    *("nan_mask", "head_random", "kv_first_rows") * turns.ALL))])
 def test_faults_of_the_forward_pass_show_on_the_decode_path_too(at, name, tmp_path):
     ((ckpt, tp),) = models_where(name, at, tmp_path, RUN)
     report = run(name, ckpt, tp, [fault(name)], logical=True)

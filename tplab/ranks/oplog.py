@@ -68,13 +68,11 @@ class OpLog:
     """A ring of the last `RECORDS` collectives of one rank, over `LOG_BYTES` bytes of memory."""
 
     def __init__(self, memory=None):
-        if memory is None:
-            # The files, most of it, are not cleared: that of a record without a number is not used.
-            memory = np.empty(LOG_BYTES, np.uint8)
-            memory[:_FILES_AT] = 0
-        self.memory = memoryview(memory)
+        self.memory = memoryview(np.empty(LOG_BYTES, np.uint8)) if memory is None else memory
         self.seq = 0
         self.at = 0
+        if memory is None:
+            self.clear()
         self._files = {}  # name: as bytes; None for machinery
         self._noted = [b""] * RECORDS  # what stands at the place of each record's file
         self._last = self.memory[:8].cast("q")
@@ -139,6 +137,7 @@ class OpLog:
         return self._last[0]
 
     def clear(self) -> None:
+        # Not the files, most of it: that of a record without a number is not used.
         self.memory[:_FILES_AT] = bytes(_FILES_AT)
         self.seq = 0
 
