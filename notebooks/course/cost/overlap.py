@@ -28,17 +28,17 @@ def scattered(answer: Callable, layer, own, sizes, cos, sin, context) -> torch.T
                   layer.post_attention_layernorm, layer.mlp)
 
 
-def decided(reduce: Callable, under_load: bool) -> Patch:
+def decided(reduce: Callable, others_late: bool) -> Patch:
     """``reduce`` in the engine's place, with the race in it decided beforehand.
 
-    Without load, a sum is complete as soon as it is started. Under load the other ranks are late: they enter a sum only
-    after rank 0 has reached its wait for it.
+    A sum is complete as soon as it is started; or, with ``others_late``, the other ranks enter it only after rank 0 has
+    reached its wait for it.
     """
     def raced(self, partial):
         start, go = dist.all_reduce, torch.zeros(1)
 
         def let_others_enter():
-            for other in range(1, world_size() if rank() == 0 and under_load else 1):
+            for other in range(1, world_size() if rank() == 0 and others_late else 1):
                 dist.send(go, other)
 
         class Late:
@@ -49,12 +49,12 @@ def decided(reduce: Callable, under_load: bool) -> Patch:
             if not async_op:
                 let_others_enter()
             work = start(t, async_op=True)
-            if async_op and under_load and rank() == 0:
+            if async_op and others_late and rank() == 0:
                 return Late(work)
             work.wait()
             return work
 
-        if under_load and rank():
+        if others_late and rank():
             dist.recv(go, 0)
         dist.all_reduce = all_reduce
         try:

@@ -29,9 +29,9 @@ def does_not_start(self, partial):
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_what_is_read_too_early_is_wrong_every_time_under_load_and_never_without(ranks):
-    def begins(reduce, under_load):
-        report = align("fable", IDS, patches=[overlap.decided(reduce, under_load)], tensor_parallel_size=ranks)
+def test_what_is_read_too_early_is_wrong_every_time_where_the_others_are_late_and_never_without(ranks):
+    def begins(reduce, others_late):
+        report = align("fable", IDS, patches=[overlap.decided(reduce, others_late)], tensor_parallel_size=ranks)
         return report.first_divergence and (report.first_divergence.name, diagnose_all(report)[0].fault)
 
     for _ in range(3):
