@@ -250,6 +250,7 @@ def test_what_the_check_says(ckpt, ids, tmp_path, sick, ranks, verdict, names, w
     assert report.verdict == verdict, report.summary()
     assert not [word for word in words if word not in report.summary()], report.summary()
     assert [one.names for one in report.diagnoses] == names, report.summary()
+    assert report.summary().count("gives the same rows") == sum(one not in ((), ("head_random",)) for one in names)
     assert len(report.recording.contradictions) == names.count(()) - sum(
         one.sentence.startswith("Unknown cause") for one in report.diagnoses)
 

@@ -97,7 +97,9 @@ class GuiltyPoint:
         explained += [fit.bug for fit in fits if fit.bug not in explained]
         names = dict.fromkeys(fit.bug.name for fit in fits if fit.gap <= 2 * least + self.limit)
         ranks = getattr(best.bug, "ranks", ()) or (() if {*self.held} <= {*self.ranks} else tuple(self.ranks))
-        evidence = f"{self._evidence(wrong)}. The lab's engine with this bug gives the same rows"
+        evidence = self._evidence(wrong)
+        if not isinstance(best.bug, ReadOff) or best.bug.computed:
+            evidence += ". The lab's engine with this bug gives the same rows"
         return Diagnosis(best.bug.name, sentence_of(best.bug.title, evidence, self.name, best.scope, ranks), self.name,
                          {"off": self._most(wrong), "left": best.gap}, tuple(n for n in names if n != best.bug.name),
                          scope=best.scope, ranks=ranks)

@@ -25,11 +25,15 @@ MOST_ROWS = 20_000  # pairs of rows that are tried for a row of the cache
 
 @dataclass(frozen=True, eq=False)
 class ReadOff:
-    """A bug of which ``guess(point)`` says what each rank would hold, ``{rank: [rows, …]}``, or None."""
+    """A bug of which ``guess(point)`` says what each rank would hold, ``{rank: [rows, …]}``, or None.
+
+    ``computed``: it does so by itself. Else it names what it sees, and gives the point's own numbers.
+    """
 
     name: str
     title: str
     guess: Callable[["GuiltyPoint"], dict[int, torch.Tensor] | None]
+    computed: bool = True
 
 
 def few_digits(point: "GuiltyPoint") -> Iterator[ReadOff]:
@@ -117,7 +121,7 @@ def other_heads(point: "GuiltyPoint") -> Iterator[ReadOff]:
         if None in heads or heads == list(items):
             return
         yield ReadOff("other_heads", f"rank {rank} holds {point.short} of heads {span(heads)}, not {span(items)}",
-                      lambda other: other.held if other.short == point.short else None)
+                      lambda other: other.held if other.short == point.short else None, computed=False)
 
 
 # The head of the model.
@@ -128,7 +132,7 @@ def unrelated_head(point: "GuiltyPoint") -> Iterator[ReadOff]:
     if point.short == "logits" and {*point.ranks} == {*point.held} and _unrelated(
             *(torch.cat([*shards.values()], 1).double() for shards in (point.held, point.right))):
         yield ReadOff("head_random", "the head's weights are not the checkpoint's: its logits have nothing to do with "
-                      "the right ones", lambda other: other.held if other.short == "logits" else None)
+                      "the right ones", lambda other: other.held if other.short == "logits" else None, computed=False)
 
 
 def _unrelated(held: torch.Tensor, right: torch.Tensor) -> bool:

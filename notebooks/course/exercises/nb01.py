@@ -107,7 +107,8 @@ EXERCISES = [
     }, observe=low_is_infinite, dims="sequence, head, query, key", within=0, writes="scores", patches=at(TARGET),
              place="hides keys from queries"),
     Exercise("01", my_assert_no_nan, with_nan, {
-        "it never raises, not even where all is NaN (NaN is equal to nothing, not even to NaN)": "share == 0 -> True",
+        "it never raises, not even where all is NaN: NaN == NaN is False, and a message that is returned is no error":
+            "share == 0 -> True",
         "-inf is not NaN: it is how a mask hides keys": (
             "torch.isnan(tensor) -> torch.isfinite(tensor).logical_not()", "share == 0 -> tensor.isfinite().all()"),
         "inf and -inf are not NaN, but their sum is": "share == 0 -> not tensor.sum().isnan()",

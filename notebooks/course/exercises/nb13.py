@@ -226,6 +226,9 @@ EXERCISES = [
         "parts is not used: x is not cut": "x.chunk(parts) -> [x]",
         "the outputs are cut, and the tokens are to be cut":
             "x.chunk(parts) -> weight.chunk(parts) ;; rows @ weight.T -> x @ rows.T ;; cat(sums) -> cat(sums, -1)",
+        "the inputs are cut, and the tokens are to be cut":
+            "x.chunk(parts) -> zip(x.chunk(parts, 1), weight.chunk(parts, 1)) ;; "
+            "rows @ weight.T -> rows[0] @ rows[1].T ;; torch.cat(sums) -> sum(sums)",
         "the tokens that the division leaves over are in no part":
             "x.chunk(parts) -> x[:len(x) // parts * parts].chunk(parts)",
     }, "while the sum of one part is under way, the next part is computed, and nothing is read before its wait; on "
@@ -236,6 +239,8 @@ EXERCISES = [
             "range(len(sizes) - 1) -> range(0) ;; rank() - 1 -> rank()",
         "one message too many: after one for each other rank, all summands are in":
             "range(len(sizes) - 1) -> range(len(sizes))",
+        "a message is missing: there is one for each other rank":
+            "range(len(sizes) - 1) -> range(len(sizes) - 2)",
         "the last summand, this rank's own, is missing":
             "summed = pass_on(summed) + rows[at % len(sizes)] -> summed = pass_on(summed) + (step < len(sizes) - 2) * "
             "rows[at % len(sizes)]",
@@ -243,7 +248,7 @@ EXERCISES = [
             "at -= 1 -> at += 1 ;; rank() - 1 -> rank() + 1",
         "your own rows are added to whatever arrives: which rows are these?":
             "+ rows[at % len(sizes)] -> + rows[rank()]",
-        "this is the lab's own reduce_scatter: pass the rows on with pass_on":
+        "a collective of the lab has added them up: pass the rows on with pass_on":
             "summed = rows[at % len(sizes)] -> return reduce_scatter(x.clone(), 0, sizes)",
         "rows of two ranks are added: what arrives is kept by the rank before the one whose rows you have just sent":
             "at -= 1 -> pass ;; + rows[at % len(sizes)] -> + rows[(at - step) % len(sizes)]",
