@@ -193,14 +193,24 @@ POINTS = ("input_norm", "q", "k", "v", "q_rope", "k_rope", "attn", "o_proj", "re
 STEPS = (0, 5, 8, 9, 10)  # a prompt of 5, a chunk of 3, two tokens
 
 
+def held(value) -> int:
+    """The bytes of the tensors in it."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    return sum(map(held, inner))
+
+
 def in_steps(cls, toy, plan):
-    """On a rank: of each step what was shown at each point, and last what came back; the bytes read of each weight."""
+    """On a rank: of each step what was shown at each point, and last what came back; the bytes read of each weight;
+    the bytes that the layer keeps of all tokens."""
     counted, shard, shown = CountedCheckpoint(toy), plan.ranks[rank()], []
     with torch.inference_mode(), counted.reader() as files, toy.reader() as uncounted:
         embed = uncounted["model.embed_tokens.weight"][:][3:3 + STEPS[-1]]
         cos, sin = Rotary(toy.config.hf)(embed, torch.arange(STEPS[-1]), [(STEPS[-1],) * 2])
         weights = {name.removeprefix("model.layers.0."): files[name] for name in toy.tensors if ".layers.0." in name}
         layer = cls(weights, shard, toy.config)
+        before = held(vars(layer))
         for start, stop in pairwise(STEPS):
             shown.append(points := {})
 
@@ -215,16 +225,16 @@ def in_steps(cls, toy, plan):
                 return value
 
             point("output", layer(*(x[start:stop].clone() for x in (embed, cos[0], sin[0])), point))
-    return shown, counted.taken
+    return shown, counted.taken, held(vars(layer)) - before
 
 
 def layer_in_steps(cls, heads, kv_heads, size, llama):
     more = {"model_type": "llama", "attention_bias": False, "hidden_size": 24} if llama else {}
     toy = toy_model(heads, kv_heads, **more)
     plan = ShardPlan.from_config(toy.config, size)
-    right, needed = in_steps(MyLayer, toy, plan)
+    right, needed, enough = in_steps(MyLayer, toy, plan)
     before = len(collectives())
-    shown, taken = in_steps(cls, toy, plan)
+    shown, taken, kept = in_steps(cls, toy, plan)
     for points, must, (start, stop) in zip(shown, right, pairwise(STEPS)):
         given = [name for name in POINTS if name in points]
         for name in given:
@@ -234,6 +244,7 @@ def layer_in_steps(cls, heads, kv_heads, size, llama):
             yield f"tokens {start} to {stop - 1}: point {name!r}{so_far}", points[name], must[name]
     passes = len(shown)
     yield f"the collectives of {passes} passes are", collectives()[before:], ["all_reduce"] * 2 * passes
+    yield f"the bytes that it keeps of {STEPS[-1]} tokens are", Most(kept, 2), Most(enough)
     for name in taken:
         yield (f"the bytes that are read of {name.removeprefix('model.layers.0.')} are", Most(taken[name], 1.01),
                Most(needed[name]))
@@ -336,6 +347,13 @@ EXERCISES = [
         "a query head reads another KV head than kv_for_q says: the rank's heads may not divide": (
             "self.here.kv_for_q -> [i * self.k.shape[1] // q.shape[1] for i in range(q.shape[1])]",
             "self.here.kv_for_q -> [i % self.k.shape[1] for i in range(q.shape[1])]"),
+        "the cache holds each KV head once: repeat heads only for attention":
+            "zeros(0, len(here.kv_heads) -> zeros(0, len(here.q_heads) ;; "
+            "self.k[:, self.here.kv_for_q], self.v[:, self.here.kv_for_q] -> self.k, self.v ;; "
+            "self.k, k]), torch.cat([self.v, v] -> self.k, k[:, self.here.kv_for_q]]), "
+            "torch.cat([self.v, v[:, self.here.kv_for_q]]",
+        "nothing is hidden: no query may see later keys": '.masked_fill(future, float("-inf")) -> ',
+        "a token sees itself: only later keys are hidden": "> torch.arange(start -> >= torch.arange(start",
         "index a weight with the slice that you need: [:] reads all of it": (
             "[name][rows] -> [name][:][rows] ;; [:, q] -> [:][:, q] ;; ][mlp] -> ][:][mlp] ;; [:, mlp] -> [:][:, mlp]",
             "[name][rows] -> [name][:][rows]", "][mlp] -> ][:][mlp]", "[:, q] -> [:][:, q]", "[:, mlp] -> [:][:, mlp]",

@@ -136,7 +136,7 @@ EXERCISES = [
         "nothing makes rank 0 wait until all ranks have read": "        barrier()                   # rank 0 -> # ",
         "nothing makes the other ranks wait until rank 0 has written":
             "        barrier()                   # all -> # ",
-        "a barrier under the if is called by rank 0 alone, and every rank must call it":
+        "not every rank calls this barrier, and every rank must":
             "        barrier()                   # all ->             barrier()                   # all",
     }, "no rank reads before the file is written, and it is written again when all have read", in_turns,
              engine=rounds_on_real_ranks, counted=False)]

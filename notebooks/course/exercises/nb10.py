@@ -75,6 +75,10 @@ EXERCISES = [
         "head_dim is given: hidden_size // num_heads need not be it":
             "config.head_dim -> config.hidden_size // config.num_heads",
         "the cache has KV heads, and query heads are counted": "context * 2 * kv -> context * 2 * q",
+        "the cache holds a key and a value of each token": "context * 2 * kv -> context * kv",
+        "every layer has its own matrices and its own cache": "config.num_layers * layer -> layer",
+        "these are all query heads of the model, and this rank's are shard.q_heads":
+            "len(shard.q_heads) -> config.num_heads",
         "the inputs of o are the numbers of this rank's query heads": "q * d * h -> h * h",
         "q and o are cut: they have this rank's query heads only":
             "h * (q + 2 * kv) * d + q * d * h -> h * h + h * 2 * kv * d + h * h",

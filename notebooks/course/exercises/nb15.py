@@ -208,7 +208,10 @@ EXERCISES = [
         "all guesses are counted, and the newest token is not": "have + 1 + kept -> have + len(draft)",
         "only whole blocks can be found: divide by //": "// block_size -> / block_size",
         "the accepted guesses are computed and belong to the text: they are not counted": "1 + kept -> 1",
-        "the newest token is computed in this step, too": "have + 1 + kept -> have + kept",
+        "the newest token is computed in this step, too":
+            ("have + 1 + kept -> have + kept", "have + 1 + kept -> have + kept - 1"),
+        "all blocks count, from the first one on, and not only the new ones":
+            "(have + 1 + kept) // block_size -> (have + 1 + kept) // block_size - have // block_size",
         "a block that is not yet full is counted": "(have + 1 + kept) // -> (have + kept + block_size) //",
         "a guess after a wrong one is counted: the model chose it after a text with a wrong token":
             "kept = 0 -> kept = sum(a == b for a, b in zip(draft, chosen)) ;; while -> while False and ",

@@ -142,6 +142,7 @@ def described(mine: Outcome, example: Example) -> list[str]:
     on *= ranks != "every rank" or not re.search(r"\brank \d", seen.what)  # it says itself of which rank it speaks
     says = f"the result is right; {says}" if seen.what == COLLECTIVES else says
     same = [name for name, arg in zip(mine.exercise.argument_names, example) if isinstance(arg, torch.Tensor)
+            and name in mine.exercise.takes
             and arg.dim() and seen.what.endswith("it returns") and alike(seen.value, arg, 1e-6)]
     says += f". That is {same[0]} as it went in" if same else relation(seen.value, seen.must, mine.exercise.dims)
     return [f"With {called_with}: {on}{says}"]
