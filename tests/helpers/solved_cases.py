@@ -1,6 +1,6 @@
 """The cases solve themselves: with the lab's own instruments, and the repairs that their files hold."""
 
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from unittest import mock
 
@@ -34,10 +34,9 @@ def fewer_runs(case: OpenCase):
     """On the case's own number of ranks, with one run on fresh tokens, and without the usual runs: with the right
     repair every case's engine is the lab's own, and one case makes them all."""
     file = case._file
-    with ExitStack() as patching:
-        patching.enter_context(mock.patch.multiple(repairing, usual=no_runs, RANKS=(case.tensor_parallel_size,)))
-        one = replace(file, trials=lambda take: file.trials(take)[:1])
-        patching.enter_context(mock.patch.object(case, "_file", one))
+    one_trial = replace(file, trials=lambda take: file.trials(take)[:1])
+    with (mock.patch.multiple(repairing, usual=no_runs, RANKS=(case.tensor_parallel_size,)),
+          mock.patch.object(case, "_file", one_trial)):
         yield
 
 

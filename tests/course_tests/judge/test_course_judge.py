@@ -97,6 +97,9 @@ def test_on_ranks_it_is_said_which_of_them(body, said, capsys, monkeypatch):
      "it returns the rows of ["),
     ("def my_rounds(write, read, rounds):\n    if rank() == 0:\n        barrier()\n    return [*range(rounds)]",
      "rank 0 calls barrier at <answer"),
+    ("def my_best_offer(offer_here):\n    offers = all_gather(offer_here, dim=-1).unflatten(-1, (-1, 2))\n"
+     "    return offers[:, offers[:, :, 0].argmax(dim=-1), 1].long()",
+     "[sequence] = [2] must come back\n"),  # and no word of an argument that it does not take
 ])
 def test_exercises_name_what_they_see_in_the_learners_terms(code, said, capsys):
     name = re.match(r"def (\w+)", code).group(1)
