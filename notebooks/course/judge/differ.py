@@ -105,13 +105,14 @@ def where(value: torch.Tensor, right: torch.Tensor, within: float, names: Sequen
     if {*names} == {"number"} and len(names) > 1:
         place = str(at)
     yours, must = value[tuple(at)].item(), right[tuple(at)].item()
-    is_short = all(abs(number) < 1e9 and 8 * number % 1 == 0 for number in (yours, must))
-    digits = 12 if is_short else next((n for n in (4, 7) if f"{yours:.{n}g}" != f"{must:.{n}g}"), 17)
+    digits = next((n for n in (4, 7) if f"{yours:.{n}g}" != f"{must:.{n}g}"), 17)
+    yours, must = (f"{number:.{12 if abs(number) < 1e9 and 8 * number % 1 == 0 else digits}g}" for number in (
+        yours, must))
     count = int(bad.sum())
     where_it_is = (place or "it") if count == 1 else f"the first, {place}," if place else "the first"
     return (f"{count} of {bad.numel()} numbers {'is' if count == 1 else 'are'} wrong"
             + f", all at {only}" * bool(only and count > 1)
-            + f": {where_it_is} is {yours:.{digits}g}, and {must:.{digits}g} is right")
+            + f": {where_it_is} is {yours}, and {must} is right")
 
 
 def _few(numbers: Sequence[int]) -> str:

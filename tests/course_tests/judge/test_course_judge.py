@@ -156,6 +156,7 @@ def test_an_answer_to_no_exercise_is_refused_by_name():
     (torch.tensor([1.00001]), torch.tensor([1.0]), ""), (torch.tensor([1.001]), torch.tensor([1.0]), "is 1.001, and "
         "1 is right"),
     (torch.tensor([1.00001]).double(), torch.tensor([1.0]).double(), "is 1.00001, and 1 is right"),
+    (torch.tensor([812.7]), torch.tensor([1111.5]), "is 812.7, and 1111.5 is right"),
     (torch.tensor([True]), torch.tensor([False]), "returns [True], and [False]"),
     (True, False, "returns; this must not happen"),
     (False, True, "expected, but not so: it returns"), (torch.tensor([float("nan")]), torch.tensor([1.0]),
