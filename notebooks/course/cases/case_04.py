@@ -43,20 +43,20 @@ CASE = CaseFile(
         "The weight is cut at the rank's rows and its scales at the first rows, so each row is multiplied by another "
         "row's scale.": "",
         "Every rank loads the first rows of the weights.":
-            "then a rank's q would be rank 0's; it is the rank's own, with each feature multiplied by a number",
+            "then a rank's q would be rank 0's; it is its own, with each row of the weight multiplied by a number",
         "The scales are applied twice.": "then rank 0 would be wrong, too, and so would a single rank",
         "Eight bits are too few for these weights.":
             "no digit is lost: divided and multiplied by the right scale, every row is the checkpoint's",
     },
     elsewhere={
-        "column_shard": "the rows are right: each feature is the right one times a number",
+        "column_shard": "the rows are right: each is the checkpoint's times a number",
         "QKVParallelLinear.split_heads": "it cuts at the heads, and each head is in the right place",
         "RowParallelLinear.load": "o_proj and down_proj are right: every partial fits its input",
     },
     not_what={"a part is used as if it were the whole": "each scale is right, for a row: whose row?"},
     hints=("report.local[\"layers.0.q\"].guilty lists the ranks on which a point is guilty: which rank is right?",
-           "On a guilty rank divide q by the right q, feature by feature: the quotient is the same for all "
-           "tokens.",
+           "On a guilty rank subtract each feature's mean over the tokens from q and from the right q: the biases are "
+           "gone. Then divide one by the other: a feature's quotient is the same for all tokens.",
            "Each quotient is a scale of the first rows divided by the scale of this rank's row."),
     false_repairs=({"merged_shard": by_rank},),
 )

@@ -40,11 +40,10 @@ def trials(take):
     return (Trial("two prompts in bfloat16, of 29 and 12 tokens", [take(29), take(12)], 0, {"dtype": "bfloat16"}),)
 
 
-@lru_cache(maxsize=2)
-def logits(folder, ranks, seed):
+@lru_cache(maxsize=4)
+def logits(folder, ranks, prompts):
     """``[(engine, its logits, is it right)]`` in bfloat16, transformers' in bfloat16, and in float32."""
-    ckpt, generator = open_checkpoint(folder), torch.Generator().manual_seed(seed)
-    prompts = [torch.randint(ckpt.config.vocab_size, (count,), generator=generator).tolist() for count in (29, 12)]
+    ckpt, prompts = open_checkpoint(folder), [*map(list, prompts)]
 
     def shifted(self, x, positions, lengths):
         return original(TABLES)(self, x, positions + (positions >= 8), lengths)
@@ -64,21 +63,27 @@ def logits(folder, ranks, seed):
     return engines, theirs, exact
 
 
-def examine(function, ckpt, ranks, seed):
-    engines, theirs, exact = logits(str(ckpt.folder), ranks, seed)
+def examine(function, ckpt, ranks, reported, fresh):
+    for prompts, of in ((reported, "in the reported run"), (fresh, "on fresh tokens")):
+        count = judged(function, of, *logits(str(ckpt.folder), ranks, tuple(map(tuple, prompts))))
+    return (f"your test passes the healthy engine as reported and on fresh tokens, {ranks} ranks and others, and fails "
+            f"{count} broken ones, whatever the logits' size.")
+
+
+def judged(function, of, engines, theirs, exact):
+    """How many broken engines it fails; ValueError where it is wrong. ``of``: which run."""
     for name, ours, right in engines:
         for times, says in ((1, ""), (8, ", of a model whose logits are eight times as large")):
             passed = bool(function(ours * times, theirs * times, exact * times))
             error, usual = ((each.double() - exact.double()).norm() for each in (ours, theirs))
             if passed and not right:
-                raise ValueError(f"it passes {name}{says}. In production the bug stays unseen, because the test is "
-                                 "green.")
+                raise ValueError(f"{of}, it passes {name}{says}. In production the bug stays unseen, because the test "
+                                 "is green.")
             if right and not passed:
-                raise ValueError(f"it fails {name}{says}, whose error is {error / usual:.2f} times that of "
+                raise ValueError(f"{of}, it fails {name}{says}, whose error is {error / usual:.2f} times that of "
                                  "transformers' own bfloat16. In production it is red although nothing is wrong, until "
                                  "its tolerance is raised so far that it finds nothing.")
-    return (f"your test passes the healthy engine on fresh tokens, {ranks} ranks and others, and fails "
-            f"{len(engines) - 2} broken ones, whatever the logits' size.")
+    return len(engines) - 2
 
 
 def user_output(ckpt, ranks, prompts):

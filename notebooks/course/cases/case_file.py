@@ -62,8 +62,8 @@ class CaseFile:
     collectives: int = 2  # in a layer, at most, of a repaired engine
     needs: Callable[[object, int], str] = anywhere  # (config, ranks) → why it cannot show; as a Fault's
     user_output: Callable | None = None  # what its user ran, where that is no text: (ckpt, ranks, prompts) → words
-    # Where a repair is no patch of the engine: (function, ckpt, ranks, seed) → what is true of a right one; raises
-    # ValueError with the mistake of a wrong one. ``cure``: a right one.
+    # Where a repair is no patch of the engine: (function, ckpt, ranks, reported prompts, fresh ones) → what is true of
+    # a right one; raises ValueError with the mistake of a wrong one. ``cure``: a right one.
     examine: Callable | None = None
     cure: Callable | None = None
     name: str = ""  # the file's

@@ -50,7 +50,8 @@ def examine(case, repair, seed: int) -> str:
         if file.examine is None:
             return _in_the_engine(case, repair, seed)
         try:
-            return file.examine(*repair.values(), case.checkpoint, case.tensor_parallel_size, seed)
+            fresh = file.trials(unseen(case.checkpoint, seed))[0].prompts
+            return file.examine(*repair.values(), case.checkpoint, case.tensor_parallel_size, case.trial.prompts, fresh)
         except ValueError as wrong:
             raise NotYet(str(wrong)) from wrong
         except Exception as error:  # of the learner's code

@@ -16,6 +16,7 @@ from tplab.shard import ShardPlan
 
 ALONE = "one rank keeps everything, so it was judged on examples with 2 and 3"
 LOAD = "tplab.model.loader.load_model"
+CUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head", "o_proj", "down_proj")
 
 
 def my_load(ckpt, plan, rank):
@@ -57,6 +58,9 @@ def loaded(answer, heads, kv_heads, size, number):
     if not isinstance(kept, dict):
         yield "it returns", kept, "a dictionary from names to tensors"
     yield "the names are", sorted(kept), sorted(ckpt.tensors)
+    uncut = {layer for name in ckpt.tensors for layer, kind in [name.split(".")[-2:]] if layer in CUT and (
+        kind == "weight" and getattr(kept[name], "shape", None) == torch.Size(ckpt.tensors[name].shape))}
+    yield "the weights that are not cut are", ", ".join(sorted(uncut)).replace("_proj", "") or "none"
     names = sorted(ckpt.tensors, key=lambda name: "layers" not in name)  # the embedding and the head last
     for name in names:
         yield f"{name} is", kept[name]
@@ -78,6 +82,10 @@ def load_patch(answer) -> list[Patch]:
         return model.eval()
 
     return [Patch("tplab.engine.runner.load_model", load_model)]
+
+
+def in_the_engine(setting, answer):
+    setting.align(decode=True, prompts=[setting.ids(12)])  # the last eight are decoded
 
 
 def my_spread(x):
@@ -123,7 +131,7 @@ EXERCISES = [
             "else:\n                kept[name] = files[name][columns[layer]] if layer in columns else files[name][:]",
         "the embedding and the head are not cut": '"embed_tokens": vocab, "lm_head": vocab} -> }',
     }, "0 tensors differ, and every byte read is kept; on {ranks}, every trace point agrees with Hugging Face", loaded,
-             load_patch, lambda setting, answer: setting.align(decode=True), within=0, place="loads the weights",
+             load_patch, in_the_engine, within=0, place="loads the weights",
              alone=ALONE),
     Exercise("07", my_spread, versions, {
         "this is how far the numbers of one rank are apart; two ranks are to be compared":
