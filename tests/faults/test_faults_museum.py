@@ -143,6 +143,7 @@ def test_the_old_sizing_is_wrong_where_it_does_not(heads, kv_heads, tp, says):
     assert list(zip(several["query heads"], several["KV heads"], several["tp"])) == [
         (heads, kv_heads, 1), (heads, kv_heads, tp), (6, 3, 1), (6, 3, tp)]
     assert list(several["rows in the checkpoint"]) == [64 * (heads + 2 * kv_heads)] * 2 + [64 * 12] * 2
+    assert list(sizing_table([(14, 2), (8, 2)], [4])["rows needed"]) == ["384/512/320/320", "256"]  # a number a rank
     assert table.loc[0, "verdict"] == says and table.loc[0, "rows claimed"] == found.claimed_rows
 
 

@@ -6,7 +6,7 @@ is right; this module says when it is not. It is arithmetic, not a patch: :class
 derives a global size from a local one, so there is no line of it to break.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from tplab.checks import counted
@@ -65,9 +65,12 @@ def sizing_table(layouts: Iterable[tuple[int, int]], ranks: Iterable[int] = (1, 
     """A pandas table of :func:`sizing` over ``(query heads, KV heads)`` layouts and numbers of ranks."""
     import pandas as pd
 
+    def needed(rows: Sequence[int]) -> str:
+        return "/".join(map(str, rows[:1] if len({*rows}) == 1 else rows))
+
     rows = [sizing(heads, kv_heads, tp, head_dim) for heads, kv_heads in layouts for tp in ranks]
     return pd.DataFrame([{"query heads": s.num_heads, "KV heads": s.num_kv_heads, "tp": s.tp,
                           "rows claimed": s.claimed_rows, "rows in the checkpoint": s.true_rows,
                           "rows on each rank": s.rows_per_rank,
-                          "rows needed": "/".join(map(str, dict.fromkeys(s.needed_rows))),
+                          "rows needed": needed(s.needed_rows),
                           "verdict": s.verdict} for s in rows])

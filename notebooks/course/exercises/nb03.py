@@ -48,7 +48,7 @@ def rotated(answer, how, q, k, cos, sin):
         turned, comes_out = answer(SimpleNamespace(rotate=watched), q, k, cos, sin), False
     except Failing:
         turned, comes_out = None, True
-    yield "self.rotate is called", bool(asked)
+    yield "self.rotate is never called", not asked, False
     for name in failed:
         yield f"self.rotate raised a {name}, and your function catches it", not comes_out, False
     if not comes_out:
