@@ -68,7 +68,7 @@ def announced(pool, ckpt, plan, config) -> Iterator[None]:
     try:
         yield
     finally:
-        print(f"{time.perf_counter() - begin:.0f} s", file=sys.stderr)
+        print(f"{time.perf_counter() - begin:.0f} s", file=sys.stderr, flush=True)
 
 
 def takes_over(ckpt, config) -> bool:
