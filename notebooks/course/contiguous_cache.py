@@ -18,17 +18,25 @@ class MyCache:
         return self.k[layer], self.v[layer]
 
 
-def held(thing, seen: set[int] | None = None) -> dict[int, int]:
-    """``{address: bytes}`` of the memory that tensors below ``thing`` keep, a view all that it was cut from."""
+def tensors_in(thing, seen: set[int] | None = None) -> Iterator[torch.Tensor]:
+    """The tensors below ``thing``, in containers and attributes, each once."""
     seen = set() if seen is None else seen
     if id(thing) in seen:
-        return {}
+        return
     seen.add(id(thing))
     if isinstance(thing, torch.Tensor):
-        return {thing.untyped_storage().data_ptr(): thing.untyped_storage().nbytes()}
+        yield thing
+        return
     parts = (thing.values() if isinstance(thing, dict) else thing if isinstance(thing, list | tuple) else
              vars(thing).values() if hasattr(thing, "__dict__") and not isinstance(thing, type) else ())
-    return {address: size for part in parts for address, size in held(part, seen).items()}
+    for part in parts:
+        yield from tensors_in(part, seen)
+
+
+def held(thing) -> int:
+    """The bytes of memory that tensors below ``thing`` keep, a view all that it was cut from."""
+    storages = [tensor.untyped_storage() for tensor in tensors_in(thing)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 class ContiguousKVCache:
@@ -46,7 +54,7 @@ class ContiguousKVCache:
     @property
     def nbytes(self) -> int:
         """Bytes held on this rank now."""
-        return sum(held(self.stores).values())
+        return held(self.stores)
 
     def context(self, counts: Sequence[int]) -> "ContiguousContext":
         """The attention context of a step in which sequence ``i`` gets ``counts[i]`` new tokens (0: not in it)."""

@@ -6,6 +6,7 @@ from itertools import pairwise
 import torch
 from torch.nn import functional as F
 
+from course.contiguous_cache import tensors_in
 from course.exercises.own_engine import Stepper, layer_fits, listed, written
 from course.judge.exercise import Example, Exercise, Most, at
 from course.judge.toy_checkpoint import CountedCheckpoint, toy_model
@@ -193,14 +194,6 @@ POINTS = ("input_norm", "q", "k", "v", "q_rope", "k_rope", "attn", "o_proj", "re
 STEPS = (0, 5, 8, 9, 10)  # a prompt of 5, a chunk of 3, two tokens
 
 
-def held(value) -> int:
-    """The bytes of the tensors in it."""
-    if isinstance(value, torch.Tensor):
-        return value.nbytes
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return sum(map(held, inner))
-
-
 def in_steps(cls, toy, plan):
     """On a rank: of each step what was shown at each point, and last what came back; the bytes read of each weight;
     the bytes that the layer keeps of all tokens."""
@@ -210,7 +203,7 @@ def in_steps(cls, toy, plan):
         cos, sin = Rotary(toy.config.hf)(embed, torch.arange(STEPS[-1]), [(STEPS[-1],) * 2])
         weights = {name.removeprefix("model.layers.0."): files[name] for name in toy.tensors if ".layers.0." in name}
         layer = cls(weights, shard, toy.config)
-        before = held(vars(layer))
+        before = sum(tensor.nbytes for tensor in tensors_in(layer))
         for start, stop in pairwise(STEPS):
             shown.append(points := {})
 
@@ -225,7 +218,7 @@ def in_steps(cls, toy, plan):
                 return value
 
             point("output", layer(*(x[start:stop].clone() for x in (embed, cos[0], sin[0])), point))
-    return shown, counted.taken, held(vars(layer)) - before
+    return shown, counted.taken, sum(tensor.nbytes for tensor in tensors_in(layer)) - before
 
 
 def layer_in_steps(cls, heads, kv_heads, size, llama):

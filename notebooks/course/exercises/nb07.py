@@ -16,7 +16,7 @@ from tplab.shard import ShardPlan
 
 ALONE = "one rank keeps everything, so it was judged on examples with 2 and 3"
 LOAD = "tplab.model.loader.load_model"
-CUT = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head", "o_proj", "down_proj")
+CUT = {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head", "o_proj", "down_proj"}
 
 
 def my_load(ckpt, plan, rank):
@@ -58,9 +58,9 @@ def loaded(answer, heads, kv_heads, size, number):
     if not isinstance(kept, dict):
         yield "it returns", kept, "a dictionary from names to tensors"
     yield "the names are", sorted(kept), sorted(ckpt.tensors)
-    uncut = {layer for name in ckpt.tensors for layer, kind in [name.split(".")[-2:]] if layer in CUT and (
-        kind == "weight" and getattr(kept[name], "shape", None) == torch.Size(ckpt.tensors[name].shape))}
-    yield "the weights that are not cut are", ", ".join(sorted(uncut)).replace("_proj", "") or "none"
+    whole = {name.split(".")[-2] for name, info in ckpt.tensors.items() if name.endswith(".weight")
+             and getattr(kept[name], "shape", None) == torch.Size(info.shape)}
+    yield "the weights that are not cut are", ", ".join(sorted(whole & CUT)).replace("_proj", "") or "none"
     names = sorted(ckpt.tensors, key=lambda name: "layers" not in name)  # the embedding and the head last
     for name in names:
         yield f"{name} is", kept[name]

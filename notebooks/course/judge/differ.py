@@ -106,13 +106,16 @@ def where(value: torch.Tensor, right: torch.Tensor, within: float, names: Sequen
         place = str(at)
     yours, must = value[tuple(at)].item(), right[tuple(at)].item()
     digits = next((n for n in (4, 7) if f"{yours:.{n}g}" != f"{must:.{n}g}"), 17)
-    yours, must = (f"{number:.{12 if abs(number) < 1e9 and 8 * number % 1 == 0 else digits}g}" for number in (
-        yours, must))
+
+    def shown(number: float) -> str:
+        is_short = abs(number) < 1e9 and 8 * number % 1 == 0
+        return f"{number:.{12 if is_short else digits}g}"
+
     count = int(bad.sum())
     where_it_is = (place or "it") if count == 1 else f"the first, {place}," if place else "the first"
     return (f"{count} of {bad.numel()} numbers {'is' if count == 1 else 'are'} wrong"
             + f", all at {only}" * bool(only and count > 1)
-            + f": {where_it_is} is {yours}, and {must} is right")
+            + f": {where_it_is} is {shown(yours)}, and {shown(must)} is right")
 
 
 def _few(numbers: Sequence[int]) -> str:
