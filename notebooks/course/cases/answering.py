@@ -28,7 +28,8 @@ def place_called(name, known: Sequence[str]) -> str:
         return name
     if str(name).startswith("layers.") or name in ("embed", "norm", "logits"):
         raise NotYet(f"{name!r} is a trace point; name the function that computes it (search tplab/model for point()")
-    meant = did_you_mean(str(name), known) or "."
+    methods = [place for place in known if place.endswith(f".{name}")]
+    meant = f"; its class is missing: {' or '.join(methods)}." if methods else did_you_mean(name, known) or "."
     raise NotYet(f"there is no function {name!r} in the engine's core{meant} If the engine is right, say "
                  f"{NOWHERE!r}.")
 

@@ -173,8 +173,8 @@ EXERCISES = [
         (8, 2, 2), (8, 2, 4), (9, 3, 2), (8, 2, 3), (14, 2, 3), (6, 6, 4), (15, 5, 2), (6, 1, 4), (32, 8, 3))], {
         "what the division leaves over is on no rank":
             "r * num_heads // tensor_parallel_size -> r * (num_heads // tensor_parallel_size)",
-        "in this answer no two ranks have the same KV head, or a rank has none: which ones do a rank's query heads "
-        "read, the last one included?": (
+        "a rank needs the KV heads that its query heads read, those of its last one, too, whether or not another rank "
+        "has them": (
             f"{_READ} -> range(rank * num_kv_heads // tensor_parallel_size, "
             "(rank + 1) * num_kv_heads // tensor_parallel_size)",
             "r * num_heads // tensor_parallel_size -> r * (num_heads // tensor_parallel_size) ;; "

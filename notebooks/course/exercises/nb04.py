@@ -135,6 +135,11 @@ EXERCISES = [
         "query heads 0 and 1 read the same KV head, as neighbours do: in which order must the copies lie?":
             "k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1) -> k.repeat(1, group, 1, 1), "
             "v.repeat(1, group, 1, 1)",
+        "k and v are repeated in different orders: what belongs to one key must stay together": (
+            "v.repeat_interleave(group, dim=1) -> v.repeat(1, group, 1, 1)",
+            "k.repeat_interleave(group, dim=1), -> k.repeat(1, group, 1, 1),"),
+        "the weights are multiplied by k, and by v is right": "weights @ v -> weights @ k",
+        "hidden keys can still be seen: exp of their scores must be 0, and exp of 0 is 1": f"{_INF} -> 0",
         "the scores are not multiplied by scaling": "* scaling -> ",
         "scores are multiplied by 1 / sqrt(head_dim), the default of scaled_dot_product_attention, not by scaling":
             "* scaling -> * q.shape[-1] ** -0.5",
@@ -157,6 +162,8 @@ EXERCISES = [
         "nothing is hidden": "> positions -> > keys + positions",
         "queries are counted from key 0 on; positions say where they stand":
             "positions[..., None] -> torch.arange(positions.shape[1])[:, None].expand(*positions.shape, 1)",
+        "the first query's position is used for all queries": "positions[..., None] -> "
+            "positions[:, :1, None].expand(*positions.shape, 1)",
         "the positions of sequence 0 are used for all sequences":
             "> positions[..., None] -> > positions[:1, :, None].expand(*positions.shape, 1)",
         "positions need not be consecutive: yours are counted on from the first one":

@@ -311,6 +311,12 @@ EXERCISES = [
         "the sum over the ranks after o_proj is missing":
             "all_reduce(out.flatten(1) @ self.o.T) -> out.flatten(1) @ self.o.T",
         "the sum over the ranks after down_proj is missing": "all_reduce(inner @ self.down.T) -> inner @ self.down.T",
+        "every rank adds the residual before the sum, so it is counted once for each rank": (
+            'hidden + point("o_proj", all_reduce(out.flatten(1) @ self.o.T)) -> '
+            "all_reduce(hidden + out.flatten(1) @ self.o.T)",
+            'hidden + point("mlp", all_reduce(inner @ self.down.T)) -> all_reduce(hidden + inner @ self.down.T)'),
+        "this rank's heads begin at here.q_heads.start and here.kv_heads.start, not at 0":
+            "slice(heads.start * self.d, heads.stop * self.d) -> slice(0, len(heads) * self.d)",
         "the input of the layer is added to the output of the MLP, in the place of the residual":
             'hidden = point("residual" -> rest = point("residual" ;; (hidden, self.norm2) -> (rest, self.norm2)',
         "rms_norm_eps is not added to the mean": " + self.eps -> ",

@@ -48,9 +48,9 @@ def texts(seed: int) -> tuple[list[int], list[int], torch.Tensor, torch.Tensor]:
 
 
 def pairs_of_texts():
-    """Three that can be computed by hand, a few, and many."""
+    """Four that can be computed by hand, a few, and many."""
     for logits, exact in (([0.125, 2, 2.1875, 0.5], [0, 2, 2.1875, 0.5]), ([0.125, 2.125, 2.375, 0], [0, 2, 2.5, 0]),
-                          ([0, 2, 2.015625, 0], [0, 2, 2.00875, 0])):
+                          ([0, 2, 2.015625, 0], [0, 2, 2.00875, 0]), ([0.125, 12, 2, 0.5], [0, 12, 2, 0.5])):
         yield Example(([2], [1], torch.tensor([logits]).bfloat16(), torch.tensor([exact])),
                       says=f"first [2], second [1], logits [{logits}], exact [{exact}]")
     for seed in range(8, 26):
@@ -157,6 +157,9 @@ EXERCISES = [
             f"2 * moved -> {fixed}" for fixed in (0.1, 0.25, 0.5)),
         "the margin of the two largest logits is taken: which tokens did the two runs choose?":
             "abs(exact[place, first[place]] - exact[place, second[place]]) -> exact[place].topk(2).values.diff().abs()",
+        "the margin is a distance: where the second run's token is far above the other, rounding explains nothing":
+            "abs(exact[place, first[place]] - exact[place, second[place]]) -> "
+            "(exact[place, first[place]] - exact[place, second[place]])",
         "the margin is taken in logits, which are rounded: that of the exact ones says how near the tie is":
             tuple("abs(exact[place, first[place]] - exact[place, second[place]]) -> "
                   f"abs(logits[place, first[place]] - logits[place, second[place]]) ;; 2 * moved -> {times} * moved"
