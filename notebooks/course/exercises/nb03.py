@@ -140,6 +140,8 @@ EXERCISES = [
         "numbers 0 and 1 are turned as a pair; here number 0 belongs to number head_dim / 2":
             (f"{_PAIRED} ;; {_IN_A_ROW}", f"{_PAIRED} ;; {_IN_A_ROW} ;; {_UNCAST}",
              "x.chunk(2, dim=-1) -> x[..., ::2], x[..., 1::2] ;; x * -> torch.cat([first, second], dim=-1) *"),
+        "both halves use the same angles; yours are laid out for neighbours": _IN_A_ROW,
+        "x is added to itself: the sine belongs to the other number of the pair": "other * -> x *",
         "every token is turned as if its row were its position; positions says where it stands":
             (_BY_ROW, f"{_BY_ROW} ;; {_UNCAST}"),
         "theta is given, and 10000 is taken": "theta ** -> 10000.0 **",
@@ -151,7 +153,10 @@ EXERCISES = [
             "theta ** (-torch.arange -> theta ** (torch.arange",
         "the angles are computed in the dtype of x, which has too few digits for large positions":
             ("positions[:, None].float() -> positions[:, None].to(x.dtype)",
-             "positions[:, None].float() * speeds -> (positions[:, None].float() * speeds).to(x.dtype)"),
+             "positions[:, None].float() * speeds -> (positions[:, None].float() * speeds).to(x.dtype)",
+             "dtype=torch.float32) / head_dim) -> dtype=x.dtype) / head_dim) ;; .float() -> .to(x.dtype)",
+             "dtype=torch.float32) / head_dim) -> dtype=x.dtype) / head_dim) ;; "
+             "positions[:, None].float() -> positions[:, None]"),
     }, "on {ranks}, the engine with your rotation in the place of its tables agrees with Hugging Face",
              dims="token, head, number", patches=as_tables, engine=instead_of_tables,
              place="makes the tables of angles"),

@@ -129,6 +129,8 @@ EXERCISES = [
             "all_reduce(failed) -> failed = all_gather(failed, 0)[:world_size()]",
         "how many ranks failed does not say which":
             "failed.nonzero().flatten().tolist() -> [*range(int(failed.sum()))]",
+        "this says for each rank whether it failed; the numbers of the ranks that failed are asked for":
+            "failed.nonzero().flatten().tolist() -> failed.int().tolist()",
     }, "every rank returns the ranks that failed, and none waits", heard, engine=agreed_on_real_ranks,
              counted=False),
     Exercise("08", my_rounds, lambda: [Example(3, ranks=2, says="3 rounds on 2 ranks"),
@@ -136,7 +138,7 @@ EXERCISES = [
         "nothing makes rank 0 wait until all ranks have read": "        barrier()                   # rank 0 -> # ",
         "nothing makes the other ranks wait until rank 0 has written":
             "        barrier()                   # all -> # ",
-        "not every rank calls this barrier, and every rank must":
+        "rank 0 calls more barriers than the others: is one of them under the if?":
             "        barrier()                   # all ->             barrier()                   # all",
     }, "no rank reads before the file is written, and it is written again when all have read", in_turns,
              engine=rounds_on_real_ranks, counted=False)]

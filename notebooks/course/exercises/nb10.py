@@ -80,6 +80,8 @@ EXERCISES = [
         "these are all query heads of the model, and this rank's are shard.q_heads":
             "len(shard.q_heads) -> config.num_heads",
         "the inputs of o are the numbers of this rank's query heads": "q * d * h -> h * h",
+        "o is not counted": " + q * d * h -> ",
+        "of the embedding only one row is read": "h * len(shard.vocab)) -> 2 * h * len(shard.vocab))",
         "q and o are cut: they have this rank's query heads only":
             "h * (q + 2 * kv) * d + q * d * h -> h * h + h * 2 * kv * d + h * h",
         "the head is there once, and not in each layer":

@@ -97,6 +97,10 @@ EXERCISES = [
             "ids == expert -> ids == local + len(experts) * rank()",
         "no weight is in it: each expert's output is multiplied by its weight": " * weights[rows, place, None] -> ",
         "gate and up are exchanged: which half of gate_up goes through silu?": "gate, up = -> up, gate =",
+        "silu is missing: which half of gate_up goes through it?": "F.silu(gate) -> gate",
+        "the weight multiplies an expert's output, and here its input: silu is not linear":
+            "x[rows] @ -> (x[rows] * weights[rows, place, None]) @ ;; out * weights[rows, place, None] -> out",
+        "only each token's first expert is used": "torch.where(ids == -> torch.where(ids[:, :1] ==",
         "gate and up are both put through silu; only gate is": "F.silu(gate) * up -> F.silu(gate) * F.silu(up)",
         "the weights are divided by their sum: take them as they are given":
             "weights[rows, place, None] -> (weights / weights.sum(-1, keepdim=True))[rows, place, None]",
