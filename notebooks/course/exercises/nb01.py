@@ -99,6 +99,8 @@ EXERCISES = [
             'float("-inf") -> 0', 'scores.masked_fill(mask, float("-inf")) -> scores * ~mask'),
         "this is not low enough beside the scores of every model: write -inf, or a number below -5000": (
             'float("-inf") -> -100.0', 'scores.masked_fill(mask, float("-inf")) -> scores - 100.0 * mask',
+            'scores.masked_fill(mask, float("-inf")) -> scores + mask * -100',
+            'scores.masked_fill(mask, float("-inf")) -> scores + mask * -1000',
             'float("-inf") -> -1000.0', 'scores.masked_fill(mask, float("-inf")) -> scores - 1000.0 * mask'),
         "True counts as 1: added to a score it makes it larger, and hides nothing":
             'scores.masked_fill(mask, float("-inf")) -> scores + mask',

@@ -84,7 +84,7 @@ def dealt_evenly(answer, num_heads, num_kv_heads, size):
     counts = [len(q) for q, _ in deal]
     if max(counts) - min(counts) > group:
         even = [len(part) for part in split_evenly(num_heads, size)]
-        yield "the numbers of query heads of the ranks are", counts, even
+        yield f"the ranks' numbers of query heads, {counts}, are as even as {even}", False, True
 
 
 def dealt_so(answer) -> list[Patch]:
@@ -159,22 +159,26 @@ EXERCISES = [
     Exercise("02", my_merged, cuts((2, (5, 2), (4, 2), (4, 2)), (2, (16, 6), (5, 6), (5, 6)),
                                    (3, (16, 1), (4, 1), (4, 1)), (3, (7,), (5,), (9,)), (2, (7, 4), (7, 4))), {
         "a range counts the rows of its own source, and here rows of the stacked sources are taken":
-            "zip(sources, ranges) -> zip([torch.cat([s[:] for s in sources])], "
+            ("zip(sources, ranges) -> zip([torch.cat([s[:] for s in sources])], "
             "[range(ranges[0].start, ranges[0].start + sum(map(len, ranges)))])",
+            "[source[rows.start -> [torch.cat([s[:] for s in sources])[rows.start"),
         "the rows are right, and all of the sources was read for them": "[rows -> [:][rows",
         "the rank's offset is divided by the number of ranks once more":
             "rows.start:rows.stop -> rows.start // world_size():rows.start // world_size() + len(rows)",
         "the first rows of each source come back": "rows.start:rows.stop -> :len(rows)",
         "the pieces are right, and stand in another order than the sources":
-            "torch.cat(pieces) -> torch.cat(pieces[::-1])",
+            tuple(f"torch.cat(pieces) -> torch.cat({order})"
+                  for order in ("pieces[::-1]", "pieces[:1] + pieces[:0:-1]")),
     }, SHARDS, of_a_rank, at("tplab.shard.linear.merged_shard"), in_the_engine, within=0, dims="row, column",
              place="stacks q, k, v and gate, up", alone=ALONE),
     Exercise("02", my_heads, lambda: [Example(*layout) for layout in (
         (8, 2, 2), (8, 2, 4), (9, 3, 2), (8, 2, 3), (14, 2, 3), (6, 6, 4), (15, 5, 2), (6, 1, 4), (32, 8, 3))], {
         "what the division leaves over is on no rank":
             "r * num_heads // tensor_parallel_size -> r * (num_heads // tensor_parallel_size)",
-        "a rank needs the KV heads that its query heads read, those of its last one, too, whether or not another rank "
-        "has them": (
+        "a rank needs the KV heads of all its query heads, from the first to the last, whether or not another rank has "
+        "them, too": (
+            f"{_READ} -> range(first // group, first // group + 1)",
+            f"{_READ} -> range((end - 1) // group, (end - 1) // group + 1)",
             f"{_READ} -> range(rank * num_kv_heads // tensor_parallel_size, "
             "(rank + 1) * num_kv_heads // tensor_parallel_size)",
             "r * num_heads // tensor_parallel_size -> r * (num_heads // tensor_parallel_size) ;; "
@@ -209,7 +213,7 @@ EXERCISES = [
             "x @ up[first:end].T -> all_reduce(x @ up[first:end].T)",
         "every rank has computed everything":
             "all_reduce(summand) -> summand ;; up[first:end] -> up ;; [:, first:end] -> ",
-        "all of up is multiplied, and the rank's part is cut out afterwards":
+        "all of up or all of down is multiplied: a rank needs only its share of both":
             "x @ up[first:end].T -> (x @ up.T)[:, first:end]",
         "what the division leaves over is on no rank":
             "r * len(up) // world_size() -> r * (len(up) // world_size())",

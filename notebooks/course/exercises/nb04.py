@@ -145,6 +145,8 @@ EXERCISES = [
             "* scaling -> * q.shape[-1] ** -0.5",
         "-100 is not low enough beside the scores of every model":
             f"scores.masked_fill(mask, {_INF}) -> scores - 100.0 * mask",
+        "scores are divided by scaling, and multiplied by it is right": "* scaling -> / scaling",
+        "scaling comes before softmax": "* scaling ->  ;; weights @ v -> weights * scaling @ v",
         "scaling is in it, and head_dim ** -0.5 besides": "* scaling -> * scaling * q.shape[-1] ** -0.5",
         "the mask is not used: tokens see the future": f".masked_fill(mask, {_INF}) -> ",
         "hidden keys take part in the softmax: the mask comes before it": f".masked_fill(mask, {_INF}) ->  ;; "
@@ -160,6 +162,7 @@ EXERCISES = [
         "a token may look at itself": "> positions -> >= positions",
         "it is the wrong way round: True means must not look": "> positions -> <= positions",
         "nothing is hidden": "> positions -> > keys + positions",
+        "queries and keys have changed places": "return hidden[:, None] -> return hidden.mT[:, None]",
         "queries are counted from key 0 on; positions say where they stand":
             "positions[..., None] -> torch.arange(positions.shape[1])[:, None].expand(*positions.shape, 1)",
         "the first query's position is used for all queries": "positions[..., None] -> "

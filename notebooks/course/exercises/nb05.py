@@ -221,6 +221,8 @@ EXERCISES = [
         "the next slot can be in another block: ask the table for each position": (
             "flat[slots[start:]] = new -> flat[slots[start]:slots[start] + len(new)] = new",
             "block_ids[position // size] * size + position % size -> block_ids[0] * size + position"),
+        "the table is not used: it says in which block a position is":
+            "block_ids[position // size] * size + position % size -> position",
         "places behind the last key come back, too: there are start + tokens keys":
             "return flat[slots] -> return cache[block_ids].flatten(0, 1)",
     }, "on {ranks}, every key and value goes where the table says and comes back in order", written, batches_through,

@@ -138,7 +138,7 @@ EXERCISES = [
         "nothing makes rank 0 wait until all ranks have read": "        barrier()                   # rank 0 -> # ",
         "nothing makes the other ranks wait until rank 0 has written":
             "        barrier()                   # all -> # ",
-        "rank 0 calls more barriers than the others: is one of them under the if?":
+        "the ranks do not call equally many barriers: is one of them under an if?":
             "        barrier()                   # all ->             barrier()                   # all",
     }, "no rank reads before the file is written, and it is written again when all have read", in_turns,
              engine=rounds_on_real_ranks, counted=False)]

@@ -174,7 +174,8 @@ EXERCISES = [
              f"{_MOVED} -> (logits[place] - exact[place])[first[place]].abs()",
              f"{_MOVED} -> (logits[place] - exact[place])[second[place]].abs()"),
         "only the first token that differs counts: later ones follow other words":
-            f"{_PLACE} -> next((i for i in reversed(range(len(first))) if first[i] != second[i]), None)",
+            (f"{_PLACE} -> next((i for i in reversed(range(len(first))) if first[i] != second[i]), None)",
+             f"{_PLACE} -> None if first == second else 0"),
     }, "near ties, and differences that no rounding explains; and on {ranks}, a healthy engine's texts are told from a "
        "broken one's", verdicts, engine=healthy_or_broken),
     Exercise("14", my_ordered_sum, leaves_of_ranks, {
@@ -182,8 +183,9 @@ EXERCISES = [
             f"{_GATHERED} -> all_reduce(leaves.sum(0))[None]",
             f"{_GATHERED} -> all_gather(leaves.sum(0)[None], dim=0)",
             f"{_GATHERED} -> leaves ;; return total -> return all_reduce(total)"),
-        "it rounds to float32 on the way: add in the dtype of the leaves":
-            f"{_GATHERED} -> {_GATHERED}.float() ;; return total -> return total.to(leaves.dtype)",
+        "it rounds on the way: add in the dtype of the leaves": tuple(
+            f"{_GATHERED} -> {_GATHERED}.{dtype}() ;; return total -> return total.to(leaves.dtype)"
+            for dtype in ("float", "bfloat16")),
         "only the leaves of this rank are added": f"{_GATHERED} -> leaves",
         "the ranks add in different orders: all of them must add in the same one":
             f"{_GATHERED} -> {_GATHERED}.roll(-sum(sizes[:rank()]), 0)",

@@ -178,8 +178,8 @@ EXERCISES = [
         Example(*case, says=f"prompt {case[0]}, {case[1]} new, at most {case[2]} guesses") for case in (
             ([1, 2, 3, 4, 1, 2], 24, 3), ([0, 0, 0, 0], 12, 3), ([3, 1, 4, 1, 0], 1, 3), ([2], 7, 3), ([1, 2, 3], 6, 0),
             ([0, 0, 1, 1], 8, 3), ([4, 2], 0, 3))], {
-        "the text is right, but no guesses are asked for, or none is used: a step gives the accepted guesses and one "
-        "token more": ("propose(text) -> []", "propose(text) -> propose(text) and []"),
+        "the text is right, but takes more steps than it needs: use the guesses that are accepted, and stop when "
+        "count tokens are there": ("propose(text) -> []", "propose(text) -> propose(text) and []"),
         "rejected guesses are counted as tokens in the cache; their keys have to be computed anew":
             "have = len(text) - 1 -> have += len(new)",
         "everything is computed again: the keys of the text's tokens but the last are in the cache":
