@@ -101,8 +101,8 @@ CASE = CaseFile(
     trials=trials, user_output=user_output, examine=examine, cure=my_test, bugs=(),
     what="rounding is mistaken for a bug",
     why={
-        "bfloat16 has eight bits, and ranks add in another order: the engine is as far from float32 as transformers' "
-        "own bfloat16 is, in another direction.": "",
+        "bfloat16 has eight significant bits, and ranks add in another order: the engine is as far from float32 as "
+        "transformers' own bfloat16 is, in another direction.": "",
         "The all-reduce adds in bfloat16, and must add in float32.":
             "then o_proj would be guilty; given its inputs it is right up to bfloat16's rounding, as every other point "
             "is",

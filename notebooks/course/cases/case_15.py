@@ -23,7 +23,7 @@ def reduce(self, partial):
 
 
 def for_longer_ones(self, partial):
-    return all_reduce(partial) if len(partial) < 64 else reduce(self, partial)
+    return all_reduce(partial) if len(partial) < 1000 else reduce(self, partial)
 
 
 def patient(self, partial):
@@ -38,7 +38,7 @@ def patient(self, partial):
 
 def trials(take):
     return (Trial("a prompt of 43 tokens", [take(43)]),
-            Trial("two prompts at once, of 58 and 19 tokens", [take(58), take(19)]),
+            Trial("three prompts at once, of 400, 390 and 380 tokens", [take(400), take(390), take(380)]),
             Trial("a prompt of 26 tokens, the last five one by one", [take(26)], 5),
             Trial("a prompt of 51 tokens, the last four one by one", [take(51)], 4))
 

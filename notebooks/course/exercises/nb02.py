@@ -129,7 +129,7 @@ def linears():
         dtype = torch.float64 if inner > 8 else torch.float32
         shapes = (tokens, hidden), (inner, hidden), (hidden, inner), (hidden,)
         yield Example(*(numbers(*shape, seed=inner, dtype=dtype) for shape in shapes), ranks=size,
-                      says=f"{tokens} tokens, {hidden} → {inner} → {hidden} features, {size} ranks")
+                      says=f"{counted(tokens, 'token')}, {hidden} → {inner} → {hidden} features, {size} ranks")
 
 
 def models_own(setting):
@@ -162,7 +162,8 @@ EXERCISES = [
             ("zip(sources, ranges) -> zip([torch.cat([s[:] for s in sources])], "
             "[range(ranges[0].start, ranges[0].start + sum(map(len, ranges)))])",
             "[source[rows.start -> [torch.cat([s[:] for s in sources])[rows.start"),
-        "the rows are right, and all of the sources was read for them": "[rows -> [:][rows",
+        "the rows are right, and all of the sources were read for them": "[rows -> [:][rows",
+        "every range is read from the first source": "[source[rows -> [sources[0][rows",
         "the rank's offset is divided by the number of ranks once more":
             "rows.start:rows.stop -> rows.start // world_size():rows.start // world_size() + len(rows)",
         "the first rows of each source come back": "rows.start:rows.stop -> :len(rows)",
@@ -184,6 +185,8 @@ EXERCISES = [
             "r * num_heads // tensor_parallel_size -> r * (num_heads // tensor_parallel_size) ;; "
             f"{_READ} -> range(rank * max(1, num_kv_heads // tensor_parallel_size), "
             "(rank + 1) * max(1, num_kv_heads // tensor_parallel_size))"),
+        "the rank's last query head is end - 1; end is on the next rank":
+            f"{_READ} -> range(first // group, end // group + 1)",
         "the KV head of a rank's last query heads is missing: does the range end behind it?":
             f"{_READ} -> range(first // group, (end - 1) // group)",
         "every rank has all KV heads, and needs only those that its query heads read":

@@ -141,6 +141,7 @@ EXERCISES = [
             (f"{_PAIRED} ;; {_IN_A_ROW}", f"{_PAIRED} ;; {_IN_A_ROW} ;; {_UNCAST}",
              "x.chunk(2, dim=-1) -> x[..., ::2], x[..., 1::2] ;; x * -> torch.cat([first, second], dim=-1) *"),
         "both halves use the same angles; yours are laid out for neighbours": _IN_A_ROW,
+        "the first half lacks its minus: (a, b) becomes (-b, a)": "[-second, first] -> [second, first]",
         "x is added to itself: the sine belongs to the other number of the pair": "other * -> x *",
         "every token is turned as if its row were its position; positions says where it stands":
             (_BY_ROW, f"{_BY_ROW} ;; {_UNCAST}"),

@@ -197,6 +197,10 @@ EXERCISES = [
             "draft[:kept] + [chosen[kept]] -> draft + [chosen[-1]]"),
         "the guesses are compared with the choices from the first on: the newest token's choice is at another index":
             "[len(text) - 1 - have:] -> ",
+        "a guess is compared with the choice after it; its own is the one after the token before it":
+            "draft[kept] == chosen[kept] -> draft[kept] == chosen[kept + 1]",
+        "the guesses before the first wrong one are kept, too":
+            "kept = 0 -> kept = len(draft) * (draft == chosen[:len(draft)]) ;; while kept -> while False and kept",
         "a guess after a wrong one is used: the model chose it after a text with a wrong token": (
             "kept = 0 -> kept = sum(a == b for a, b in zip(draft, chosen)) ;; while kept -> while False and kept",
             "draft[:kept] + [chosen[kept]] -> [a for a, b in zip(draft, chosen) if a == b] + [chosen[kept]]"),
@@ -213,6 +217,10 @@ EXERCISES = [
         "all blocks count, from the first one on, and not only the new ones":
             "(have + 1 + kept) // block_size -> (have + 1 + kept) // block_size - have // block_size",
         "a block that is not yet full is counted": "(have + 1 + kept) // -> (have + kept + block_size) //",
+        "a guess is compared with the choice after it; chosen[0] is the first guess's":
+            "draft[kept] == chosen[kept] -> draft[kept] == chosen[kept + 1]",
+        "the guesses before the first wrong one are kept, too":
+            "kept = 0 -> kept = len(draft) * (draft == chosen[:len(draft)]) ;; while kept -> while False and kept",
         "a guess after a wrong one is counted: the model chose it after a text with a wrong token":
             "kept = 0 -> kept = sum(a == b for a, b in zip(draft, chosen)) ;; while -> while False and ",
     }, "only blocks of accepted tokens can be found; on {ranks}, a second prompt that contains rejected guesses agrees "
