@@ -204,6 +204,8 @@ EXERCISES = [
             "all_reduce(summand) + bias -> summand + bias ;; r * len(up) // world_size() -> "
             "r * (len(up) // world_size())",
             "all_reduce(summand) + bias -> summand + bias ;; r * len(up) // world_size() -> "
+            "r * (len(up) // world_size()) + min(r, len(up) % world_size())",
+            "all_reduce(summand) + bias -> summand + bias ;; r * len(up) // world_size() -> "
             "r * (len(up) // world_size()) if r < world_size() else len(up)",
             "all_reduce(summand) + bias -> summand + bias ;; r * len(up) // world_size() -> "
             "min(len(up), r * -(-len(up) // world_size()))",
@@ -216,8 +218,10 @@ EXERCISES = [
             "x @ up[first:end].T -> all_reduce(x @ up[first:end].T)",
         "every rank has computed everything":
             "all_reduce(summand) -> summand ;; up[first:end] -> up ;; [:, first:end] -> ",
-        "all of up or all of down is multiplied: a rank needs only its share of both":
+        "all of up or all of down is multiplied: a rank needs only its share of both": (
             "x @ up[first:end].T -> (x @ up.T)[:, first:end]",
+            "x @ up[first:end].T @ down[:, first:end].T -> "
+            "torch.nn.functional.pad(x @ up[first:end].T, (first, len(up) - end)) @ down.T"),
         "what the division leaves over is on no rank":
             "r * len(up) // world_size() -> r * (len(up) // world_size())",
     }, "x upᵀ downᵀ + bias on every rank, each with its own share of the work, and one all_reduce; the model's own MLP "

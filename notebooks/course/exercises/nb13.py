@@ -240,7 +240,7 @@ EXERCISES = [
         "one message too many: after one for each other rank, all summands are in":
             "range(len(sizes) - 1) -> range(len(sizes))",
         "a message is missing: there is one for each other rank":
-            "range(len(sizes) - 1) -> range(len(sizes) - 2)",
+            tuple(f"range(len(sizes) - 1) -> range({count})" for count in ("len(sizes) - 2", "min(1, len(sizes) - 1)")),
         "the last summand, this rank's own, is missing":
             "summed = pass_on(summed) + rows[at % len(sizes)] -> summed = pass_on(summed) + (step < len(sizes) - 2) * "
             "rows[at % len(sizes)]",

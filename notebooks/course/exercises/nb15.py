@@ -194,7 +194,10 @@ EXERCISES = [
             "draft[:kept] + [chosen[kept]] -> draft[:kept] + [chosen[-1]]",
         "a rejected guess stays in the text": (
             "draft[:kept] + [chosen[kept]] -> draft + [chosen[kept]]",
-            "draft[:kept] + [chosen[kept]] -> draft + [chosen[-1]]"),
+            "draft[:kept] + [chosen[kept]] -> draft + [chosen[-1]]",
+            "draft[:kept] + [chosen[kept]] -> draft[:kept] + (draft[kept:kept + 1] or [chosen[kept]])"),
+        "after the accepted guesses comes one choice: later ones follow a wrong guess":
+            "draft[:kept] + [chosen[kept]] -> draft[:kept] + chosen[kept:]",
         "the guesses are compared with the choices from the first on: the newest token's choice is at another index":
             "[len(text) - 1 - have:] -> ",
         "a guess is compared with the choice after it; its own is the one after the token before it":
