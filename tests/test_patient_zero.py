@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.checkpoints import make_checkpoint
-from helpers.patient_zero import CURES, examine, gradients, record_run
+from helpers.patient_zero import CURES, examine, gradients, record_run, rest_to_the_last
 
 from course import lesson
 from course.exercises import nb09
@@ -253,6 +253,19 @@ def test_what_the_check_says(ckpt, ids, tmp_path, sick, ranks, verdict, names, w
     assert report.summary().count("gives the same rows") == sum(one not in ((), ("head_random",)) for one in names)
     assert len(report.recording.contradictions) == names.count(()) - sum(
         one.sentence.startswith("Unknown cause") for one in report.diagnoses)
+
+
+@pytest.mark.parametrize("sick, said", [("linear.kv_share", ["Key heads", "Value heads"]), ("", [])])
+def test_a_wrong_copy_of_a_kv_head_is_told_where_heads_are_not_dealt_out_by_the_plan(ckpt, ids, tmp_path, sick, said):
+    """2, 2 and 4 query heads: rank 1 reads KV head 0, and holds 1."""
+    cures = {name: cure for name, cure in CURES.items() if name not in (sick, GLOBAL)}
+    cures["linear.share"] = rest_to_the_last
+    shared_pool(3).run(record_run, ckpt.folder, ids, cures, tmp_path / "run")
+    report = check(tmp_path / "run", ckpt)
+    assert [one.sentence for one in report.diagnoses] == [
+        f"{what} are dealt out wrongly: by their sizes, ranks 0 and 1 hold head 0, and their numbers differ."
+        for what in said], report.summary()
+    assert report.verdict == ("bug" if said else "clean")
 
 
 def test_shapes_of_the_rotation_do_not_broadcast():

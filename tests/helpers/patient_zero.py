@@ -33,6 +33,13 @@ def _cures(notebook):
 CURES = _cures(read(FOLDER / "09_your_own_engine.ipynb"))
 
 
+def rest_to_the_last(total):
+    """A share that is right, and not the plan's: the last rank takes the remainder."""
+    size, rest = divmod(total, linear.tp_size())
+    rank = linear.tp_rank()
+    return rank * size, size + rest * (rank == linear.tp_size() - 1)
+
+
 def examine(folder, input_ids, cures):
     """On a rank: load the engine under ``cures``, write twelve tokens, and tell everything that a symptom shows in."""
     return lesson.with_cures(cures, _examine, folder, input_ids)

@@ -18,6 +18,10 @@ def token_positions(segment):
     return range(first, first + segment.count)
 
 
+# A block that is not yet full has a key, too: while a sequence decodes, that of its first token.
+keys_too_early = edited("BlockTable.extend_keys", "tokens - size + 1 -> tokens")
+
+
 def nothing_found(self, token_ids):
     return []
 
@@ -26,9 +30,12 @@ def trials(take):
     def alike(common, *rest):
         begin = take(common)
         return [begin + take(count) for count in rest]
+    turn = take(50)
     return (Trial("three texts that begin with the same 24 tokens, one after the other",
                   alike(24, 9, 12, 10), 4, {"one_by_one": True}),
             Trial("two that begin with the same 13 tokens", alike(13, 8, 11), 4, {"one_by_one": True}),
+            Trial("a text of which half was written token by token, and a second turn behind it",
+                  [turn, turn + take(36)], 26, {"one_by_one": True}),
             Trial("prompts of 40 and 21 tokens, read 16 at a time", [take(44), take(25)], 4,
                   {"max_num_batched_tokens": 16}))
 
@@ -78,5 +85,6 @@ CASE = CaseFile(
            "With the keys repaired (case.align_decode(repair={…})) the same run has wrong numbers: "
            "whose positions start at 0?"),
     false_repairs=({"BlockTable.extend_keys": my_keys},
+                   {"BlockTable.extend_keys": keys_too_early, "token_positions": my_positions},
                    {"BlockTable.get_computed_blocks": nothing_found, "token_positions": my_positions}),
 )

@@ -1,14 +1,15 @@
 """What recorded tensors say of one another, whatever their values should be: layers that ran nowhere, joined logits,
-columns of padding, adapters."""
+columns of padding, copies of a KV head, adapters."""
 
 from dataclasses import replace
 
 import torch
 
-from tplab.align.check.match import near
+from tplab.align.check.match import GROUPS, near
 from tplab.align.check.notes import listed
 from tplab.align.check.sources import FEW, SAMPLE, Source, Sources
 from tplab.align.gather import whole_point
+from tplab.align.points import short_name
 from tplab.align.recording import Contradiction, Recording
 
 
@@ -58,6 +59,24 @@ def check_joined(sources: Sources, kept: Source, recording: Recording) -> None:
             sources.contradictions.append(Contradiction(f"on rank {rank}, {source} {what}",
                                                         None if None in order else "head_rows"))
             return
+
+
+def check_copies(recording: Recording) -> None:
+    """Where heads are dealt out in another way than by the plan, ranks that hold the same KV head by their sizes must
+    hold the same numbers. (Ranks that follow the plan are judged one by one.)"""
+    dealt_wrongly = any(what.about for what in recording.contradictions)  # then this follows from it
+    for group in () if dealt_wrongly else (GROUPS["k"], GROUPS["v"]):
+        name, owner = next((name for name in recording.points if short_name(name) in group.points), ""), {}
+        for rank, shard in enumerate(recording.points[name] if name else ()):
+            for at, head in enumerate(shard.indices if shard else ()):
+                first, theirs = owner.setdefault(head, (rank, shard.tensor[:, at]))
+                follow = all(tuple(recording.points[name][r].indices) == tuple(recording.plan.ranks[r].kv_heads)
+                             for r in (first, rank))
+                if not follow and not near(theirs, shard.tensor[:, at]):
+                    recording.contradictions.append(Contradiction(
+                        f"{group.words} are dealt out wrongly: by their sizes, ranks {first} and {rank} hold head "
+                        f"{head}, and their numbers differ", about=group.behind))
+                    break
 
 
 def adapted_modules(sources: Sources) -> set[str]:

@@ -11,7 +11,7 @@ import torch
 from tplab.align.check.match import GROUP_OF, real_items
 from tplab.align.check.names import TABLES, pattern_of, role_in, role_of, split_name
 from tplab.align.check.notes import listed
-from tplab.align.check.outputs import adapted_modules, check_joined, check_padding, find_lost_layers
+from tplab.align.check.outputs import adapted_modules, check_copies, check_joined, check_padding, find_lost_layers
 from tplab.align.check.shares import Shares
 from tplab.align.check.sources import FEW, SHAPE, WHOLE, Source, Sources
 from tplab.align.check.weights import parameters_of
@@ -46,6 +46,7 @@ def find_points(recorded, ckpt: Checkpoint, names: dict[str, str] | None = None,
     parameters, unknown = parameters_of(recorded, shares, ckpt)
     recording = placement.recording()
     recording.plan, recording.parameters = plan, parameters
+    check_copies(recording)
     recording.unplaced += [f"{name}: no tensor of the checkpoint that the conventions know" for name in unknown]
     return recording
 
