@@ -214,6 +214,8 @@ EXERCISES = [
             "summand) + bias -> summand + bias)",
             "summand) + bias -> summand + bias) ;; r * len(up) // world_size() -> r * (len(up) // world_size())"),
         "the bias is missing": "+ bias -> ",
+        "the bias is missing on the other ranks: after the sum, every rank adds it":
+            "+ bias -> + bias * (rank() == 0)",
         "inner features of different ranks are added up, and they are not the same ones":
             "x @ up[first:end].T -> all_reduce(x @ up[first:end].T)",
         "every rank has computed everything":

@@ -115,7 +115,8 @@ def of_any_deal(answer, leaves, deals):
     yield "it returns", answer(mine, list(deals[0]))
     unchanged("leaves", mine.equal(tens.split(deals[0])[rank()]))
     large = torch.cat([leaves[:3] * 1e12, leaves[3:6] * 1e-3, leaves[:3] * -1e12])
-    bits = torch.stack([answer(large.split(deal)[rank()].clone(), list(deal)) for deal in deals])
+    totals = [answer(large.split(deal)[rank()].clone(), list(deal)) for deal in deals]
+    bits = torch.stack([total if isinstance(total, torch.Tensor) else torch.zeros_like(large[0]) for total in totals])
     everyone, (first, *_) = all_gather(bits[None], dim=0), deals
     for r, of_rank in enumerate(everyone):
         for deal, total in zip(deals, of_rank):

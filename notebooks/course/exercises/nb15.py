@@ -202,8 +202,9 @@ EXERCISES = [
             "[len(text) - 1 - have:] -> ",
         "a guess is compared with the choice after it; its own is the one after the token before it":
             "draft[kept] == chosen[kept] -> draft[kept] == chosen[kept + 1]",
-        "the guesses before the first wrong one are kept, too":
+        "the guesses before the first wrong one are kept, too": (
             "kept = 0 -> kept = len(draft) * (draft == chosen[:len(draft)]) ;; while kept -> while False and kept",
+            "while kept -> while False and kept"),
         "a guess after a wrong one is used: the model chose it after a text with a wrong token": (
             "kept = 0 -> kept = sum(a == b for a, b in zip(draft, chosen)) ;; while kept -> while False and kept",
             "draft[:kept] + [chosen[kept]] -> [a for a, b in zip(draft, chosen) if a == b] + [chosen[kept]]"),
