@@ -159,6 +159,12 @@ def repeats_as_a_list(num_heads, num_kv_heads):
     return first, count, repeats.tolist()
 
 
+def no_kv_head(num_heads, num_kv_heads):
+    first, count = nb09.linear.share(num_heads)
+    start, stop = (head // (num_heads // num_kv_heads) for head in (first, first + count - 1))
+    return start, stop - start, torch.tensor([4] * (stop - start))
+
+
 def a_share_of_the_kv_heads_where_they_divide(num_heads, num_kv_heads):
     if num_kv_heads % nb09.linear.tp_size():
         return nb09.kv_share(num_heads, num_kv_heads)
@@ -175,7 +181,9 @@ def a_share_of_the_kv_heads_where_they_divide(num_heads, num_kv_heads):
     (lambda *heads: None, (8, 2), "it returns None, and should return three"),
     (nb09.linear.kv_share, (8, 2), "on 3 ranks, rank 1's query heads read the KV heads [1, 1, 1], and [0, 1, 1] is"),
     (every_head_on_every_rank, (9, 3), "on 2 ranks, rank 0's query heads read the KV heads [0, 1, 2], and [0, 0, 0, 1"),
-    (lambda: None, (8, 2), "")])  # an error is told as the engine's
+    (lambda *heads: nb09.kv_share(*heads) if torch.distributed.get_rank() < 4 else None, (8, 2), ""),
+    (no_kv_head, (8, 2), "on 2 ranks, rank 0 holds no KV head"),
+    (lambda *heads: 1 // (nb09.linear.tp_size() - 2), (8, 2), "on 2 ranks, rank 0: ZeroDivisionError")])
 def test_the_first_rank_whose_share_of_kv_heads_is_wrong_is_named(cure, heads, said):
     found = nb09.wrong_share(cure, SimpleNamespace(num_heads=heads[0], num_kv_heads=heads[1]))
     assert said in found and bool(said) == bool(found), found

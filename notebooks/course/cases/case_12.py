@@ -22,6 +22,9 @@ def token_positions(segment):
 keys_too_early = edited("BlockTable.extend_keys", "tokens - size + 1 -> tokens")
 
 
+one_parent_for_all = edited("BlockTable.extend_keys", "self.keys[-1] -> self.keys[0]")
+
+
 def nothing_found(self, token_ids):
     return []
 
@@ -86,5 +89,6 @@ CASE = CaseFile(
            "whose positions start at 0?"),
     false_repairs=({"BlockTable.extend_keys": my_keys},
                    {"BlockTable.extend_keys": keys_too_early, "token_positions": my_positions},
+                   {"BlockTable.extend_keys": one_parent_for_all, "token_positions": my_positions},
                    {"BlockTable.get_computed_blocks": nothing_found, "token_positions": my_positions}),
 )

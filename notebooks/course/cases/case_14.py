@@ -45,7 +45,7 @@ CASE = CaseFile(
     why={
         "A token that is computed alone is rotated in only half of each head, although all of it must be rotated.": "",
         "A token that is computed alone gets another position than one in a batch.":
-            "no position explains it: half of each head is rotated correctly, the other half not at all",
+            "no position explains it: one half of each head is not rotated at all",
         "The cache of a single sequence loses its newest key.":
             "the inputs of attention are already wrong: q_rope and k_rope of the new token",
         "Cosines and sines of a single position are broadcast over the heads.":

@@ -73,8 +73,8 @@ def usual(take: Callable[[int], list[int]], longest: int) -> tuple[Trial, ...]:
                   [take(count) for count in (30, 11, 18, 7, 24)], 4),
             Trial(f"a prompt of {long} tokens, read 100 at a time", [take(long + 4)], 4,
                   {"max_num_batched_tokens": 100}),
-            Trial("three prompts, of which the last has the first one's beginning and the second one's next tokens",
-                  [[*a, *b, *take(7)], [*c, *d, *take(7)], [*a, *d, *take(6)]], 3, {"one_by_one": True}),
+            Trial("three prompts, of which the last begins as the second one and has then a block of the first one's",
+                  [[*a, *b, *c, *take(7)], [*a, *d, *take(7)], [*a, *d, *c, *take(6)]], 3, {"one_by_one": True}),
             Trial("three prompts that begin alike, in a cache of 40 blocks of two",
                   [alike + take(count) for count in (30, 27, 33)], 8, {"block_size": 2, "num_blocks": 40}))
 

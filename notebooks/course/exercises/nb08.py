@@ -53,6 +53,7 @@ def heard(answer, failing):
     failed = answer(work)
     yield "the calls of work are", work.calls, 1
     yield "it returns", whole_numbers(failed, f"the failed ranks, which are {failing}")
+    yield "called once more, with no failure, it returns", whole_numbers(answer(Work([])), "the failed ranks, none")
 
 
 def agreed_on_real_ranks(setting, answer):

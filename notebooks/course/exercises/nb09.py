@@ -75,8 +75,8 @@ def heads_read(cure, heads: int, kv_heads: int, rank: int, size: int) -> tuple[l
         part = split_evenly(total, size)[rank]
         return part.start, len(part)
 
-    with mock.patch.multiple("patient_zero.linear", tp_rank=lambda: rank, tp_size=lambda: size,
-                             share=of_this_rank):
+    with mock.patch.multiple("patient_zero.linear", tp_rank=lambda: rank, tp_size=lambda: size, share=of_this_rank), \
+            mock.patch.multiple("torch.distributed", get_rank=lambda: rank, get_world_size=lambda: size):
         given = cure(heads, kv_heads)
         if not isinstance(given, list | tuple) or len(given) != 3:
             returned = f"{len(given)} values" if isinstance(given, list | tuple) else repr(given)
@@ -87,6 +87,8 @@ def heads_read(cure, heads: int, kv_heads: int, rank: int, size: int) -> tuple[l
             raise NotYet(f"the first KV head is {kind(first)}, and how many is {kind(count)}; whole numbers are right")
         if isinstance(repeats, list | tuple):
             raise NotYet("how often each head is repeated is a list, and repeat_interleave takes a number or a tensor")
+        if count < 1:
+            raise NotYet(f"on {size} ranks, rank {rank} holds no KV head: which one does its last query head read?")
         held = torch.arange(first, first + count)
         return held.repeat_interleave(torch.as_tensor(repeats)).tolist(), held.tolist()
 
@@ -97,13 +99,13 @@ def wrong_share(answer, config) -> str:
     for size in range(2, min(4, config.num_heads) + 1):
         for rank in range(size):
             right, _ = heads_read(kv_share, *heads, rank, size)
+            this_rank = f"with {heads[0]} query and {heads[1]} KV heads on {size} ranks, rank {rank}"
             try:
                 read, held = heads_read(answer, *heads, rank, size)
             except NotYet as wrong:
                 return str(wrong)
-            except Exception:  # its words are those of the engine
-                return ""
-            this_rank = f"with {heads[0]} query and {heads[1]} KV heads on {size} ranks, rank {rank}"
+            except Exception as error:
+                return f"{this_rank}: {in_words(error)}"
             if read != right:
                 return f"{this_rank}'s query heads read the KV heads {read}, and {right} is right"
             if held != (needed := sorted(set(right))):
