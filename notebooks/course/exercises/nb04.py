@@ -138,6 +138,8 @@ EXERCISES = [
         "k and v are repeated in different orders: what belongs to one key must stay together": (
             "v.repeat_interleave(group, dim=1) -> v.repeat(1, group, 1, 1)",
             "k.repeat_interleave(group, dim=1), -> k.repeat(1, group, 1, 1),"),
+        "0 · -inf is NaN: choose the hidden scores, and write -inf there":
+            f"scores.masked_fill(mask, {_INF}) -> scores + mask * {_INF}",
         "the weights are multiplied by k, and by v is right": "weights @ v -> weights @ k",
         "hidden keys can still be seen: exp of their scores must be 0, and exp of 0 is 1": f"{_INF} -> 0",
         "the scores are not multiplied by scaling": "* scaling -> ",

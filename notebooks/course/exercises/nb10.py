@@ -81,6 +81,7 @@ EXERCISES = [
             "len(shard.q_heads) -> config.num_heads",
         "the inputs of o are the numbers of this rank's query heads": "q * d * h -> h * h",
         "o is not counted": " + q * d * h -> ",
+        "k and v have KV heads, and query heads are counted": "h * (q + 2 * kv) * d -> h * 3 * q * d",
         "of the embedding only one row is read": "h * len(shard.vocab)) -> 2 * h * len(shard.vocab))",
         "q and o are cut: they have this rank's query heads only":
             "h * (q + 2 * kv) * d + q * d * h -> h * h + h * 2 * kv * d + h * h",
@@ -97,6 +98,8 @@ EXERCISES = [
         "a collective waits for the slowest rank, not for the mean": (
             "max(rank_bytes) -> sum(rank_bytes) / len(rank_bytes)",
             "max(rank_bytes) -> sum(rank_bytes) / len(rank_bytes) ;;  + collectives * latency -> "),
+        "a collective waits for the slowest rank, not for the first": "max(rank_bytes) -> rank_bytes[0]",
+        "the time to read is the bytes divided by the bandwidth": " / bandwidth + -> * bandwidth +",
         "ranks work at the same time; none reads for the others": "max(rank_bytes) -> sum(rank_bytes)",
         "there are two collectives in a layer, behind attention and behind the MLP":
             ("2 * num_layers + 2 -> num_layers + 2", "2 * num_layers + 2 -> num_layers"),

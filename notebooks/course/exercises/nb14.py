@@ -104,13 +104,14 @@ def my_ordered_sum(leaves, sizes):
 def leaves_of_ranks():
     for hidden, *deals in ((3, (5, 4), (4, 5), (8, 1)), (7, (3, 3, 3), (1, 2, 6), (5, 3, 1))):
         yield Example(numbers(9, 40, hidden), deals, ranks=len(deals[0]), says=(
-            f"nine leaves [40, {hidden}] of 1, 10, 100, …, sizes {list(deals[0])}"))
+            f"nine leaves [40, {hidden}] of 3, 10, 100, …, sizes {list(deals[0])}"))
 
 
 def of_any_deal(answer, leaves, deals):
     """The sum, of which each digit is one leaf's; and the bits of another, however the leaves are dealt out: where
     terms of 10¹² cancel, each order has its own, in float64 too."""
-    tens = (10.0 ** torch.arange(9, dtype=torch.float64).view(9, 1, 1)).expand(leaves.shape)
+    tens = (10.0 ** torch.arange(9, dtype=torch.float64).view(9, 1, 1)).repeat(1, *leaves.shape[1:])
+    tens[0] = 3  # 1 once too often would be what rounding to float32 makes of the sum
     mine = tens.split(deals[0])[rank()].clone()
     yield "it returns", answer(mine, list(deals[0]))
     unchanged("leaves", mine.equal(tens.split(deals[0])[rank()]))
@@ -165,6 +166,8 @@ EXERCISES = [
             tuple("abs(exact[place, first[place]] - exact[place, second[place]]) -> "
                   f"abs(logits[place, first[place]] - logits[place, second[place]]) ;; 2 * moved -> {times} * moved"
                   for times in (2, 1)),
+        "a logit can have changed downwards, too: take the largest change without its sign":
+            f"{_MOVED} -> (logits[place] - exact[place]).max()",
         "the mean change of a logit is taken, and the largest one says how far rounding can move one":
             f"{_MOVED} -> (logits[place] - exact[place]).abs().mean()",
         "rounding is measured in other rows, too: only the row where the texts differ first counts":
@@ -187,6 +190,7 @@ EXERCISES = [
         "it rounds on the way: add in the dtype of the leaves": tuple(
             f"{_GATHERED} -> {_GATHERED}.{dtype}() ;; return total -> return total.to(leaves.dtype)"
             for dtype in ("float", "bfloat16")),
+        "the first leaf is added twice": "torch.zeros_like(all_leaves[0]) -> all_leaves[0]",
         "only the leaves of this rank are added": f"{_GATHERED} -> leaves",
         "the ranks add in different orders: all of them must add in the same one":
             f"{_GATHERED} -> {_GATHERED}.roll(-sum(sizes[:rank()]), 0)",
