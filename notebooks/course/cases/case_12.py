@@ -82,8 +82,7 @@ CASE = CaseFile(
         "Scheduler._admit": "it takes what was found",
         "Rotary.__call__": "its tables are right for the positions that it gets",
     },
-    hints=("Count: align_decode with one_by_one=True, and case.diagnose or the steps show what was computed "
-           "twice.",
+    hints=("Count: the steps of case.align_decode() show what was computed twice.",
            "Two equal beginnings have different keys, from the first block on. What goes into the first key?",
            "With the keys repaired (case.align_decode(repair={…})) the same run has wrong numbers: "
            "whose positions start at 0?"),
