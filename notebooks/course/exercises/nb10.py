@@ -81,6 +81,7 @@ EXERCISES = [
             "len(shard.q_heads) -> config.num_heads",
         "the inputs of o are the numbers of this rank's query heads": "q * d * h -> h * h",
         "o is not counted": " + q * d * h -> ",
+        "k and v have a matrix each": "h * (q + 2 * kv) * d -> h * (q + kv) * d",
         "k and v have KV heads, and query heads are counted": "h * (q + 2 * kv) * d -> h * 3 * q * d",
         "of the embedding only one row is read": "h * len(shard.vocab)) -> 2 * h * len(shard.vocab))",
         "q and o are cut: they have this rank's query heads only":
@@ -107,7 +108,8 @@ EXERCISES = [
             ("2 * num_layers + 2 -> 2 * num_layers", "2 * num_layers + 2 -> 2 * num_layers + 1"),
         "the number of collectives depends on num_layers": "2 * num_layers + 2 -> 14",
         "latency is that of a collective, whatever the number of ranks":
-            "collectives * latency -> collectives * latency * (len(rank_bytes) - 1)",
+            ("collectives * latency -> collectives * latency * (len(rank_bytes) - 1)",
+             "collectives * latency -> collectives * latency * len(rank_bytes)"),
         "one rank alone has no collective": " if len(rank_bytes) > 1 else 0 -> ",
         "nothing overlaps: the next product needs the sum, so both times count":
             "max(rank_bytes) / bandwidth + collectives * latency -> "
