@@ -91,7 +91,8 @@ EXERCISES = [
             "layer)",
         "these are numbers, and each has itemsize bytes": " * itemsize -> ",
         "an MLP has three matrices: gate, up and down": "3 * h * columns -> 2 * h * columns",
-        "the head is not counted: each rank reads its rows of it": " + h * len(shard.vocab) -> ",
+        "shard.vocab changes nothing: is the head missing, or counted whole? Each rank reads its rows of it": (
+            " + h * len(shard.vocab) -> ", "h * len(shard.vocab) -> h * config.vocab_size"),
         "only the head is counted: where are the layers?": "config.num_layers * layer -> 0",
     }, "every matrix of the rank once, and its cache", bytes_read, engine=lambda setting, answer: None,
              more=notebooks_model),

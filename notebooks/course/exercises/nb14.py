@@ -48,11 +48,12 @@ def texts(seed: int) -> tuple[list[int], list[int], torch.Tensor, torch.Tensor]:
 
 
 def pairs_of_texts():
-    """Four that can be computed by hand, a few, and many."""
-    for logits, exact in (([0.125, 2, 2.1875, 0.5], [0, 2, 2.1875, 0.5]), ([0.125, 2.125, 2.375, 0], [0, 2, 2.5, 0]),
-                          ([0, 2, 2.015625, 0], [0, 2, 2.00875, 0]), ([0.125, 12, 2, 0.5], [0, 12, 2, 0.5])):
-        yield Example(([2], [1], torch.tensor([logits]).bfloat16(), torch.tensor([exact])),
-                      says=f"first [2], second [1], logits [{logits}], exact [{exact}]")
+    """Three that can be computed by hand, a few, many, and one of which the first run is the broken one."""
+    by_hand = [Example(([2], [1], torch.tensor([logits]).bfloat16(), torch.tensor([exact])),
+                       says=f"first [2], second [1], logits [{logits}], exact [{exact}]") for logits, exact in (
+        ([0.125, 2, 2.1875, 0.5], [0, 2, 2.1875, 0.5]), ([0.125, 2.125, 2.375, 0], [0, 2, 2.5, 0]),
+        ([0, 2, 2.015625, 0], [0, 2, 2.00875, 0]), ([0.125, 12, 2, 0.5], [0, 12, 2, 0.5]))]
+    yield from by_hand[:3]
     for seed in range(8, 26):
         first, other, logits, exact = pair = texts(seed)
         place, says = seed % 9, "two equal texts"
@@ -62,6 +63,7 @@ def pairs_of_texts():
                     f"rounding moves a logit by {(logits[place] - exact[place]).abs().max():.2g} at most")
         yield Example(pair, says=says)
     yield Example(*map(texts, range(8, 128)), says="120 pairs of texts")
+    yield by_hand[3]
 
 
 def verdicts(answer, *pairs):
