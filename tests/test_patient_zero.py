@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from helpers.checkpoints import make_checkpoint
-from helpers.patient_zero import CURES, examine, gradients, record_run, rest_to_the_last
+from helpers.patient_zero import CURES, examine, gradients, record_run, rest_to_the_last, turned_along_heads
 
 from course import lesson
 from course.exercises import nb09
@@ -274,6 +274,13 @@ def test_a_wrong_copy_of_a_kv_head_is_told_where_heads_are_not_dealt_out_by_the_
         f"{what} are dealt out wrongly: by their sizes, ranks 0 and 1 hold head 0, and their numbers differ."
         for what in said], report.summary()
     assert report.verdict == ("bug" if said else "clean")
+
+
+def test_the_module_that_an_error_ended_is_named_not_the_one_that_was_entered_last(ckpt, ids, tmp_path):
+    cures = CURES | {"attention.apply_rope": turned_along_heads}
+    lesson.caught(shared_pool(2).run, record_run, ckpt.folder, ids, cures, tmp_path / "run")
+    (stopped, *_) = check(tmp_path / "run", ckpt).stopped
+    assert "RuntimeError: The size of tensor a" in stopped and stopped.endswith("in layers.0.self_attn.rotary_emb")
 
 
 def test_shapes_of_the_rotation_do_not_broadcast():

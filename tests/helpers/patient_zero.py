@@ -40,6 +40,11 @@ def rest_to_the_last(total):
     return rank * size, size + rest * (rank == linear.tp_size() - 1)
 
 
+def turned_along_heads(rotary_emb, position_ids, q, k):
+    """A rotation that fails behind the module that makes its tables."""
+    return attention.apply_rotary_pos_emb(q, k, *rotary_emb(q, position_ids), 2)
+
+
 def examine(folder, input_ids, cures):
     """On a rank: load the engine under ``cures``, write twelve tokens, and tell everything that a symptom shows in."""
     return lesson.with_cures(cures, _examine, folder, input_ids)
