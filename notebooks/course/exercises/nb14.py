@@ -106,14 +106,14 @@ def my_ordered_sum(leaves, sizes):
 def leaves_of_ranks():
     for hidden, *deals in ((3, (5, 4), (4, 5), (8, 1)), (7, (3, 3, 3), (1, 2, 6), (5, 3, 1))):
         yield Example(numbers(9, 40, hidden), deals, ranks=len(deals[0]), says=(
-            f"nine leaves [40, {hidden}] of 3, 10, 100, …, sizes {list(deals[0])}"))
+            f"nine leaves [40, {hidden}] of 257, 10, 100, …, sizes {list(deals[0])}"))
 
 
 def of_any_deal(answer, leaves, deals):
     """The sum, of which each digit is one leaf's; and the bits of another, however the leaves are dealt out: where
     terms of 10¹² cancel, each order has its own, in float64 too."""
     tens = (10.0 ** torch.arange(9, dtype=torch.float64).view(9, 1, 1)).repeat(1, *leaves.shape[1:])
-    tens[0] = 3  # 1 once too often would be what rounding to float32 makes of the sum
+    tens[0] = 257  # 1 once too often would be what rounding to float32 makes of the sum; 257 is no bfloat16
     mine = tens.split(deals[0])[rank()].clone()
     yield "it returns", answer(mine, list(deals[0]))
     unchanged("leaves", mine.equal(tens.split(deals[0])[rank()]))
