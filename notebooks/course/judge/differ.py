@@ -130,8 +130,9 @@ def relation(value, right, dims: str) -> str:
     if (value.shape, value.dtype) != (right.shape, right.dtype) or right.numel() < 3 or not all(
             x.isfinite().all() for x in both):
         return ""
+    near = 1e-9 if right.dtype == torch.float64 else 1e-4
     value, right = value.detach().double(), right.detach().double()
-    is_like = functools.partial(torch.allclose, rtol=0, atol=1e-4 * max(1.0, right.abs().max().item()))
+    is_like = functools.partial(torch.allclose, rtol=0, atol=near * max(1.0, right.abs().max().item()))
     ratio = ((value * right).sum() / (right * right).sum().clamp(min=1e-30)).item()
     factor = round(ratio) if abs(ratio) > 1 else 1 / round(1 / ratio) if abs(ratio) > 0.1 else 0
     if factor not in (0, 1) and is_like(value, factor * right):
