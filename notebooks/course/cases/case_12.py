@@ -21,7 +21,6 @@ def token_positions(segment):
 # A block that is not yet full has a key, too: while a sequence decodes, that of its first token.
 keys_too_early = edited("BlockTable.extend_keys", "tokens - size + 1 -> tokens")
 
-
 one_parent_for_all = edited("BlockTable.extend_keys", "self.keys[-1] -> self.keys[0]")
 
 

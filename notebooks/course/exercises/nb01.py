@@ -85,10 +85,11 @@ def in_a_broken_engine(setting, answer):
     setting.align(watched(mask_scores))
 
 
+_MASKED = 'scores.masked_fill(mask, float("-inf"))'
 EXERCISES = [
     Exercise("01", mask_scores, scores_and_masks, {
         "0 · -inf is NaN. Choose the entries first, and write -inf there":
-            'scores.masked_fill(mask, float("-inf")) -> scores + mask.to(scores.dtype) * float("-inf")',
+            f'{_MASKED} -> scores + mask.to(scores.dtype) * float("-inf")',
         "it is the wrong way round: what may be seen is hidden": "(mask, -> (~mask,",
         "nothing is hidden": '.masked_fill(mask, float("-inf")) -> ',
         "this is a triangle of your own, from query 0 and key 0 on; the mask says which keys are hidden":
@@ -96,17 +97,14 @@ EXERCISES = [
         "triu() without 1 hides the diagonal, too, and a token may look at itself; the mask says which keys are hidden":
             "(mask, -> (torch.ones_like(mask).triu(),",
         "hidden keys can still be seen: exp of their scores must be 0, and exp of 0 is 1": (
-            'float("-inf") -> 0', 'scores.masked_fill(mask, float("-inf")) -> scores * ~mask'),
-        "this is not low enough beside the scores of every model: write -inf, or a number below -5000": (
-            'float("-inf") -> -100.0', 'scores.masked_fill(mask, float("-inf")) -> scores - 100.0 * mask',
-            'scores.masked_fill(mask, float("-inf")) -> scores + mask * -100',
-            'scores.masked_fill(mask, float("-inf")) -> scores + mask * -1000',
-            'float("-inf") -> -1000.0', 'scores.masked_fill(mask, float("-inf")) -> scores - 1000.0 * mask'),
+            'float("-inf") -> 0', f"{_MASKED} -> scores * ~mask"),
+        "this is not low enough beside the scores of every model: write -inf, or a number below -5000": tuple(
+            f"{_MASKED} -> {edited}" for low in (100, 1000) for edited in (
+                f"scores.masked_fill(mask, -{low}.0)", f"scores - {low}.0 * mask", f"scores + mask * -{low}")),
         "True counts as 1: added to a score it makes it larger, and hides nothing":
-            'scores.masked_fill(mask, float("-inf")) -> scores + mask',
+            f"{_MASKED} -> scores + mask",
         "what may be seen has lost its score: NaN became 0":
-            'scores.masked_fill(mask, float("-inf")) -> '
-            '(scores + mask.to(scores.dtype) * float("-inf")).nan_to_num()',
+            f'{_MASKED} -> (scores + mask.to(scores.dtype) * float("-inf")).nan_to_num()',
         "everything is hidden": "(mask, -> (torch.ones_like(mask),",
         "softmax is in it, and scores must come back": 'float("-inf")) -> float("-inf")).softmax(-1)',
     }, observe=low_is_infinite, dims="sequence, head, query, key", within=0, writes="scores", patches=at(TARGET),

@@ -142,6 +142,8 @@ def models_own(setting):
 
 
 _CUT = "source[rows.start:rows.stop]"
+_FIRST = "r * len(up) // world_size()"
+_FLOOR = f"{_FIRST} -> r * (len(up) // world_size())"
 _READ = "range(first // group, (end - 1) // group + 1)"
 EXERCISES = [
     Exercise("02", my_column_shard, cuts((2, (5, 6)), (2, (12, 14)), (3, (11, 4)), (3, (11,)), (2, (16, 3))), {
@@ -200,19 +202,12 @@ EXERCISES = [
              dealt_so, model_dealt_so, place="deals out the heads", alone=ALONE),
     Exercise("02", my_linears, linears, {
         "each rank returns its own summand: where are they added up, and is the result of that used?": (
-            "all_reduce(summand) + bias -> summand + bias",
-            "all_reduce(summand) + bias -> summand + bias ;; r * len(up) // world_size() -> "
-            "r * (len(up) // world_size())",
-            "all_reduce(summand) + bias -> summand + bias ;; r * len(up) // world_size() -> "
-            "r * (len(up) // world_size()) + min(r, len(up) % world_size())",
-            "all_reduce(summand) + bias -> summand + bias ;; r * len(up) // world_size() -> "
-            "r * (len(up) // world_size()) if r < world_size() else len(up)",
-            "all_reduce(summand) + bias -> summand + bias ;; r * len(up) // world_size() -> "
-            "min(len(up), r * -(-len(up) // world_size()))",
-            "all_reduce(summand) + bias -> summand"),
+            "all_reduce(summand) + bias -> summand + bias", "all_reduce(summand) + bias -> summand",
+            *(f"all_reduce(summand) + bias -> summand + bias ;; {share}" for share in (
+                _FLOOR, f"{_FLOOR} + min(r, len(up) % world_size())", f"{_FLOOR} if r < world_size() else len(up)",
+                f"{_FIRST} -> min(len(up), r * -(-len(up) // world_size()))"))),
         "the bias is in the sum once for every rank": (
-            "summand) + bias -> summand + bias)",
-            "summand) + bias -> summand + bias) ;; r * len(up) // world_size() -> r * (len(up) // world_size())"),
+            "summand) + bias -> summand + bias)", f"summand) + bias -> summand + bias) ;; {_FLOOR}"),
         "the bias is missing": "+ bias -> ",
         "the bias is missing on the other ranks: after the sum, every rank adds it":
             "+ bias -> + bias * (rank() == 0)",
@@ -224,8 +219,7 @@ EXERCISES = [
             "x @ up[first:end].T -> (x @ up.T)[:, first:end]",
             "x @ up[first:end].T @ down[:, first:end].T -> "
             "torch.nn.functional.pad(x @ up[first:end].T, (first, len(up) - end)) @ down.T"),
-        "what the division leaves over is on no rank":
-            "r * len(up) // world_size() -> r * (len(up) // world_size())",
+        "what the division leaves over is on no rank": _FLOOR,
     }, "x upᵀ downᵀ + bias on every rank, each with its own share of the work, and one all_reduce; the model's own MLP "
        "weights on {ranks}, too", multiplied, more=models_own, engine=lambda setting, answer: None,
              dims="token, hidden", alone=ALONE)]

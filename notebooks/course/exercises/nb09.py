@@ -75,8 +75,8 @@ def heads_read(cure, heads: int, kv_heads: int, rank: int, size: int) -> tuple[l
         part = split_evenly(total, size)[rank]
         return part.start, len(part)
 
-    with mock.patch.multiple("patient_zero.linear", tp_rank=lambda: rank, tp_size=lambda: size, share=of_this_rank), \
-            mock.patch.multiple("torch.distributed", get_rank=lambda: rank, get_world_size=lambda: size):
+    with mock.patch("patient_zero.linear.share", of_this_rank), mock.patch.multiple(  # linear.tp_rank asks it, too
+            "torch.distributed", is_initialized=lambda: True, get_rank=lambda: rank, get_world_size=lambda: size):
         given = cure(heads, kv_heads)
         if not isinstance(given, list | tuple) or len(given) != 3:
             returned = f"{len(given)} values" if isinstance(given, list | tuple) else repr(given)

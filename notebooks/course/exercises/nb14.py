@@ -145,6 +145,7 @@ def sum_on_rank(answer, leaves, size: int):
     return answer(leaves.split(sizes)[rank()].clone(), sizes)
 
 
+_MARGIN = "abs(exact[place, first[place]] - exact[place, second[place]])"
 _MOVED = "(logits[place] - exact[place]).abs().max()"
 _PLACE = "next((i for i, (a, b) in enumerate(zip(first, second)) if a != b), None)"
 _GATHERED = "all_gather(leaves, dim=0, sizes=sizes)"
@@ -160,13 +161,11 @@ EXERCISES = [
         "the tolerance is a fixed number: measure how far rounding changes a logit of this row": tuple(
             f"2 * moved -> {fixed}" for fixed in (0.1, 0.25, 0.5)),
         "the margin of the two largest logits is taken: which tokens did the two runs choose?":
-            "abs(exact[place, first[place]] - exact[place, second[place]]) -> exact[place].topk(2).values.diff().abs()",
+            f"{_MARGIN} -> exact[place].topk(2).values.diff().abs()",
         "the margin is a distance: where the second run's token is far above the other, rounding explains nothing":
-            "abs(exact[place, first[place]] - exact[place, second[place]]) -> "
-            "(exact[place, first[place]] - exact[place, second[place]])",
+            f"{_MARGIN} -> {_MARGIN.removeprefix('abs')}",
         "the margin is taken in logits, which are rounded: that of the exact ones says how near the tie is":
-            tuple("abs(exact[place, first[place]] - exact[place, second[place]]) -> "
-                  f"abs(logits[place, first[place]] - logits[place, second[place]]) ;; 2 * moved -> {times} * moved"
+            tuple(f"{_MARGIN} -> {_MARGIN.replace('exact', 'logits')} ;; 2 * moved -> {times} * moved"
                   for times in (2, 1)),
         "a logit can have changed downwards, too: take the largest change without its sign":
             f"{_MOVED} -> (logits[place] - exact[place]).max()",

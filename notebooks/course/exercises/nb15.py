@@ -173,6 +173,11 @@ def found_by_others(setting, answer):
     setting.align(decode=True, **scenario("rejected_draft_findable", setting.checkpoint.config.vocab_size))
 
 
+# The guesses that are kept, counted wrongly: edits of the loop that both references have.
+_NO_LOOP = "while kept -> while False and kept"
+_SHIFTED = "draft[kept] == chosen[kept] -> draft[kept] == chosen[kept + 1]"
+_ALL_OR_NONE = f"kept = 0 -> kept = len(draft) * (draft == chosen[:len(draft)]) ;; {_NO_LOOP}"
+_ANYWHERE = f"kept = 0 -> kept = sum(a == b for a, b in zip(draft, chosen)) ;; {_NO_LOOP}"
 EXERCISES = [
     Exercise("15", my_speculate, lambda: [
         Example(*case, says=f"prompt {case[0]}, {case[1]} new, at most {case[2]} guesses") for case in (
@@ -200,13 +205,10 @@ EXERCISES = [
             "draft[:kept] + [chosen[kept]] -> draft[:kept] + chosen[kept:]",
         "the guesses are compared with the choices from the first on: the newest token's choice is at another index":
             "[len(text) - 1 - have:] -> ",
-        "a guess is compared with the choice after it; its own is the one after the token before it":
-            "draft[kept] == chosen[kept] -> draft[kept] == chosen[kept + 1]",
-        "the guesses before the first wrong one are kept, too": (
-            "kept = 0 -> kept = len(draft) * (draft == chosen[:len(draft)]) ;; while kept -> while False and kept",
-            "while kept -> while False and kept"),
+        "a guess is compared with the choice after it; its own is the one after the token before it": _SHIFTED,
+        "the guesses before the first wrong one are kept, too": (_ALL_OR_NONE, _NO_LOOP),
         "a guess after a wrong one is used: the model chose it after a text with a wrong token": (
-            "kept = 0 -> kept = sum(a == b for a, b in zip(draft, chosen)) ;; while kept -> while False and kept",
+            _ANYWHERE,
             "draft[:kept] + [chosen[kept]] -> [a for a, b in zip(draft, chosen) if a == b] + [chosen[kept]]"),
     }, "no rejected token stays, in the text or in the cache; on {ranks}, the text is plain greedy's", guessed,
              engine=in_the_engine),
@@ -221,11 +223,9 @@ EXERCISES = [
         "all blocks count, from the first one on, and not only the new ones":
             "(have + 1 + kept) // block_size -> (have + 1 + kept) // block_size - have // block_size",
         "a block that is not yet full is counted": "(have + 1 + kept) // -> (have + kept + block_size) //",
-        "a guess is compared with the choice after it; chosen[0] is the first guess's":
-            "draft[kept] == chosen[kept] -> draft[kept] == chosen[kept + 1]",
-        "the guesses before the first wrong one are kept, too":
-            "kept = 0 -> kept = len(draft) * (draft == chosen[:len(draft)]) ;; while kept -> while False and kept",
+        "a guess is compared with the choice after it; chosen[0] is the first guess's": _SHIFTED,
+        "the guesses before the first wrong one are kept, too": _ALL_OR_NONE,
         "a guess after a wrong one is counted: the model chose it after a text with a wrong token":
-            "kept = 0 -> kept = sum(a == b for a, b in zip(draft, chosen)) ;; while -> while False and ",
+            _ANYWHERE,
     }, "only blocks of accepted tokens can be found; on {ranks}, a second prompt that contains rejected guesses agrees "
        "with Hugging Face", patches=published_by, engine=found_by_others)]

@@ -42,8 +42,8 @@ def check(folder: str | os.PathLike, model: str | Checkpoint, *, names: Mapping[
     ckpt, recorded = open_checkpoint(model), read_recorded(folder)
     calls = [(known.rank, call) for known in recorded.ranks if known is not None for call in known.calls]
     stopped, broken_off = (
-        tuple(once((rank, call.index, call.status.rstrip(".") + (f", in {place}" if (place := _ended_in(call)) else ""))
-                   for rank, call in calls if call.status.startswith(how))) for how in ("failed", "cut off"))
+        tuple(once((rank, call.index, _how_it_ended(call)) for rank, call in calls if call.status.startswith(how)))
+        for how in ("failed", "cut off"))
     facts = dict(folder=str(recorded.folder), stopped=stopped, broken_off=broken_off, layouts=tuple(layout))
     try:
         recording = find_points(recorded, ckpt, names, tuple(layout))
@@ -59,7 +59,8 @@ def check(folder: str | os.PathLike, model: str | Checkpoint, *, names: Mapping[
     return report
 
 
-def _ended_in(call) -> str:
-    """The innermost module that the error of a call ended; where there was none, the one that was entered last."""
+def _how_it_ended(call) -> str:
+    """A call's status, in the innermost module that its error ended; without one, in the module entered last."""
     ended = (module for module, _, error in (line.partition(": ") for line in call.raised) if error in call.status)
-    return next(ended, call.last)
+    place = next(ended, call.last)
+    return call.status.rstrip(".") + (place and f", in {place}")

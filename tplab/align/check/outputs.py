@@ -64,15 +64,17 @@ def check_joined(sources: Sources, kept: Source, recording: Recording) -> None:
 def check_copies(recording: Recording) -> None:
     """Where heads are dealt out in another way than by the plan, ranks that hold the same KV head by their sizes must
     hold the same numbers. (Ranks that follow the plan are judged one by one.)"""
-    dealt_wrongly = any(what.about for what in recording.contradictions)  # then this follows from it
-    for group in () if dealt_wrongly else (GROUPS["k"], GROUPS["v"]):
+    if any(what.about for what in recording.contradictions):
+        return  # heads are dealt out wrongly: copies that differ follow from it
+    for group in GROUPS["k"], GROUPS["v"]:
         name, owner = next((name for name in recording.points if short_name(name) in group.points), ""), {}
-        for rank, shard in enumerate(recording.points[name] if name else ()):
+        shards = recording.points[name] if name else []
+        follows = [not shard or tuple(shard.indices) == tuple(planned.kv_heads)
+                   for shard, planned in zip(shards, recording.plan.ranks)]
+        for rank, shard in enumerate(shards):
             for at, head in enumerate(shard.indices if shard else ()):
                 first, theirs = owner.setdefault(head, (rank, shard.tensor[:, at]))
-                follow = all(tuple(recording.points[name][r].indices) == tuple(recording.plan.ranks[r].kv_heads)
-                             for r in (first, rank))
-                if not follow and not near(theirs, shard.tensor[:, at]):
+                if not (follows[first] and follows[rank]) and not near(theirs, shard.tensor[:, at]):
                     recording.contradictions.append(Contradiction(
                         f"{group.words} are dealt out wrongly: by their sizes, ranks {first} and {rank} hold head "
                         f"{head}, and their numbers differ", about=group.behind))
